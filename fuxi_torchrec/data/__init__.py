@@ -1,0 +1,1 @@
+"""Parquet to EventBatch, plain tensors: schema, vocabulary, reader, batching, splits. Never TorchRec."""

@@ -1,0 +1,1 @@
+"""nn.Modules: channels, block, encoder, state. Imports torch and ops only."""

@@ -1,0 +1,1 @@
+"""Pure tensor functions: the parallel definition, the chunkwise form, the recurrent step. No modules, no I/O."""

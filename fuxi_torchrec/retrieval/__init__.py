@@ -1,0 +1,1 @@
+"""Distributed, after training: exact ranking on sharded tables, export."""

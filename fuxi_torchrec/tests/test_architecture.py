@@ -1,0 +1,78 @@
+"""The boxes and what each may import: dependencies point downwards only."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1]
+ROOT = PACKAGE.parent
+
+# box -> what of fuxi_torchrec it may import beside itself
+ALLOWED = {
+    "ops": set(),
+    "modules": {"ops"},
+    "data": {"config", "strict_yaml", "logging"},
+    "serving": {"modules", "data", "config", "strict_yaml", "logging"},
+    "embeddings": {"data", "config", "strict_yaml", "logging", "distributed"},
+    "training": {"embeddings", "data", "modules", "ops", "config", "strict_yaml", "logging", "distributed"},
+    "retrieval": {
+        *("training", "embeddings", "serving", "data", "modules", "ops"),
+        *("config", "strict_yaml", "logging", "distributed"),
+    },
+    "distributed": set(),
+    "logging": set(),
+    "strict_yaml": set(),
+    "worker_group": set(),
+    "config": {"modules", "strict_yaml", "distributed", "logging"},
+    "doctor": {"worker_group"},
+}
+# third-party packages, and the boxes that may import them
+ONLY_IN = {"torchrec": {"embeddings", "doctor"}, "fbgemm_gpu": {"embeddings", "doctor"}, "torchx": set()}
+TORCH_ONLY = {"ops", "modules"}
+
+
+def box_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def sources():
+    return [p for p in sorted(PACKAGE.rglob("*.py")) if "tests" not in p.parts and p != PACKAGE / "__init__.py"]
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "fuxi_torchrec":
+                yield from (f"fuxi_torchrec.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_box_imports_only_what_lies_below_it(path):
+    box = box_of(path)
+    for name in imports_of(path):
+        top, _, rest = name.partition(".")
+        if top == "fuxi_torchrec":
+            inner = rest.partition(".")[0]
+            assert inner in ALLOWED[box] | {box, "__version__"}, f"{box} must not import {name}"
+        elif top in ONLY_IN:
+            assert box in ONLY_IN[top], f"{box} must not import {name}"
+        elif box in TORCH_ONLY:
+            assert top == "torch" or top in sys.stdlib_module_names, f"{box} must not import {name}"
+
+
+def test_no_box_is_forgotten():
+    assert {box_of(p) for p in sources()} <= set(ALLOWED)
+
+
+def test_importing_the_package_brings_nothing_heavy():
+    code = "import fuxi_torchrec, sys; print({'torchrec', 'fbgemm_gpu', 'numpy', 'pyarrow', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -1,0 +1,1 @@
+"""Loss, negatives, optimizers, loop, checkpoint."""

@@ -1,0 +1,1 @@
+"""Several processes, real TorchX launches, real files."""

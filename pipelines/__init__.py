@@ -1,0 +1,1 @@
+"""What a person launches: argument parsing and wiring only. Runs from the repository, not in the wheel."""
