@@ -1,0 +1,22 @@
+"""Fixtures for all tests."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from fuxi_torchrec.worker_group import WorkerGroup
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Callable[[int], WorkerGroup]]:
+    """``workers(2).run(function, ...)``: one group of processes per world size, shared by all tests of a run."""
+    groups: dict[int, WorkerGroup] = {}
+
+    def group(world_size: int) -> WorkerGroup:
+        if world_size not in groups:
+            groups[world_size] = WorkerGroup(world_size, timeout_seconds=90)
+        return groups[world_size]
+
+    yield group
+    for each in groups.values():
+        each.close()

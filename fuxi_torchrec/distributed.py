@@ -1,0 +1,120 @@
+"""Joining and leaving the process group, and failing together.
+
+Every group made here has a finite timeout: a peer that is gone becomes an error, never a hang.
+"""
+
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+DEFAULT_TIMEOUT_SECONDS = 300.0
+
+# torchrun names the first error it sees as the root cause, so those who only heard of it wait a moment.
+_PEER_DELAY_SECONDS = 0.5
+
+# What torchrun gives each worker; all or none of them.
+_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class PeerError(RuntimeError):
+    """Another rank failed; the message carries its error."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among its peers."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+
+@contextmanager
+def process_group(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, device_type: str | None = None) -> Iterator[World]:
+    """Join the group that torchrun describes, or a group of one outside torchrun; leave it at the end.
+
+    Args:
+        timeout_seconds: a collective that waits longer for a peer raises.
+        device_type: "cpu" (gloo) or "cuda" (nccl, one device per local rank); by default CUDA where there is one.
+
+    Example:
+        >>> with process_group(timeout_seconds=10, device_type="cpu") as world:
+        ...     (world.rank, world.size)
+        (0, 1)
+    """
+    if timeout_seconds <= 0:
+        raise ValueError(f"timeout_seconds must be positive, not {timeout_seconds}")
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    timeout = timedelta(seconds=timeout_seconds)
+    rank, size, local_rank = _place()
+    if device_type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    elif device_type == "cpu":
+        device, backend = torch.device("cpu"), "gloo"
+    else:
+        raise ValueError(f"device_type must be 'cpu' or 'cuda', not {device_type!r}")
+
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        yield World(rank, size, local_rank, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def _place() -> tuple[int, int, int]:
+    """Rank, world size and local rank as torchrun says; (0, 1, 0) outside it."""
+    missing = [name for name in _TORCHRUN_VARIABLES if name not in os.environ]
+    if not missing:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
+    if "RANK" in os.environ:
+        raise RuntimeError(
+            f"RANK is set but {', '.join(missing)} is not: start workers with torchx or torchrun, "
+            "or unset RANK to run as a single process"
+        )
+    return 0, 1, 0
+
+
+@contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """Run a local step that may fail on one rank only, and raise on every rank if it failed on any.
+
+    The body must not contain a collective. The rank that failed raises its own error; all others raise a
+    :class:`PeerError` that names it, instead of waiting for it in the next collective.
+
+    Args:
+        what: what the step does, for the message ("reading the config").
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        if error is not None:
+            raise error
+        return
+    mine = "".join(traceback.format_exception_only(error)).strip() if error is not None else None
+    reports: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, mine)
+    if error is not None:
+        raise error
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if failed:
+        time.sleep(_PEER_DELAY_SECONDS)
+        lines = "; ".join(f"rank {rank}: {report}" for rank, report in failed.items())
+        raise PeerError(f"{what} failed on {len(failed)} of {len(reports)} ranks: {lines}")

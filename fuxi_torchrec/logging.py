@@ -1,0 +1,45 @@
+"""One logger for the whole package, aware of ranks.
+
+Library code calls ``get_logger(__name__)`` and nothing else; a program calls ``setup_logging`` once. Messages below
+WARNING come from rank 0 only, warnings and errors from every rank, each with the rank that speaks.
+"""
+
+import logging
+import os
+import sys
+from typing import TextIO
+
+ROOT_NAME = "fuxi_torchrec"
+LEVELS = ("debug", "info", "warning", "error")
+
+
+def get_logger(name: str = ROOT_NAME) -> logging.Logger:
+    """The logger of a module: below ``fuxi_torchrec``, whatever the module's own top package is.
+
+    Example:
+        >>> get_logger("pipelines.train").name
+        'fuxi_torchrec.pipelines.train'
+    """
+    if name != ROOT_NAME and not name.startswith(ROOT_NAME + "."):
+        name = f"{ROOT_NAME}.{name}"
+    return logging.getLogger(name)
+
+
+def setup_logging(level: str = "info", stream: TextIO | None = None) -> logging.Logger:
+    """Send the package's messages to ``stream`` (default: standard error) in one format; safe to call again.
+
+    Rank and world size are torchrun's RANK and WORLD_SIZE; outside torchrun there is one rank.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"logging level must be one of {', '.join(LEVELS)}, not {level!r}")
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    who = f" rank {rank}/{world_size}" if world_size > 1 else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s{who} %(name)s: %(message)s"))
+    if rank != 0:
+        handler.setLevel(logging.WARNING)
+    logger = get_logger()
+    logger.handlers = [handler]
+    logger.setLevel(level.upper())
+    logger.propagate = False
+    return logger

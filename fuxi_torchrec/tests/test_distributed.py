@@ -1,0 +1,65 @@
+import pytest
+import torch.distributed as dist
+
+from fuxi_torchrec.distributed import PeerError, failing_together, process_group
+
+
+def outcome_of_a_failing_step(failing_ranks):
+    try:
+        with failing_together("reading the config"):
+            if dist.get_rank() in failing_ranks:
+                raise ValueError(f"bad file on rank {dist.get_rank()}")
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    else:
+        outcome = "fine"
+    dist.barrier()  # every rank is still in step
+    return outcome
+
+
+def test_a_failure_on_one_rank_raises_on_all(workers):
+    assert workers(3).run(outcome_of_a_failing_step, [1]) == [
+        "PeerError: reading the config failed on 1 of 3 ranks: rank 1: ValueError: bad file on rank 1",
+        "ValueError: bad file on rank 1",
+        "PeerError: reading the config failed on 1 of 3 ranks: rank 1: ValueError: bad file on rank 1",
+    ]
+
+
+def test_without_a_failure_nothing_happens(workers):
+    assert workers(3).run(outcome_of_a_failing_step, []) == ["fine"] * 3
+
+
+def test_outside_a_group_the_error_is_simply_raised():
+    with pytest.raises(ValueError, match="bad"), failing_together("a step"):
+        raise ValueError("bad")
+    assert issubclass(PeerError, RuntimeError)
+
+
+def test_a_group_of_one_needs_no_launcher_and_leaves_nothing_behind(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for _ in range(2):
+        with process_group(timeout_seconds=10, device_type="cpu") as world:
+            assert (world.rank, world.size, world.device.type) == (0, 1, "cpu")
+            assert dist.get_world_size() == 1
+        assert not dist.is_initialized()
+
+
+def test_half_a_launcher_is_named(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with (
+        pytest.raises(RuntimeError, match="RANK is set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"),
+        process_group(device_type="cpu"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"timeout_seconds": 0}, "timeout_seconds must be positive"), ({"device_type": "tpu"}, "not 'tpu'")],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message), process_group(**arguments):
+        pass
