@@ -1,0 +1,281 @@
+"""YAML to frozen dataclasses and back, strictly.
+
+The schema is the dataclass. A key it does not have is an error that names the nearest one it has; a value of another
+type is an error that names key, value, file and line; a key written twice is an error. Nothing is converted except an
+integer where a float is wanted and a list where a tuple is wanted.
+
+YAML is read by version 1.2's rules for plain values, which is what people expect: ``1e-3`` is a number, ``no`` and
+``12:30`` are strings.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import yaml
+
+Schema = TypeVar("Schema")
+
+COMMAND_LINE = "command line"
+_Key = tuple[str, ...]
+
+
+class ConfigError(ValueError):
+    """A configuration that does not fit its schema; the message lists every problem."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setting:
+    """A value as somebody wrote it, and where."""
+
+    value: Any
+    where: str
+
+
+def load(schema: type[Schema], path: str | Path | None = None, overrides: Sequence[str] = ()) -> Schema:
+    """Read a configuration: the schema's defaults, then the file, then ``key.sub=value`` overrides.
+
+    Args:
+        schema: a (frozen) dataclass, nested dataclasses allowed.
+        path: a YAML file; None for the defaults alone.
+        overrides: for example ``["seed=7", "logging.level=debug"]``; values are YAML.
+    """
+    settings: dict[_Key, _Setting] = {}
+    if path is not None:
+        settings.update(_read_file(Path(path)))
+    for override in overrides:
+        settings.update(_read_override(override))
+    checked = {key: _check_key(schema, key) for key in settings}
+    problems = [f"{settings[key].where}: {problem}" for key, problem in checked.items() if problem is not None]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    # a section whose every line is commented out reads as null and means its defaults
+    settings = {k: s for k, s in settings.items() if s.value is not None or not _is_section(schema, k)}
+    return _validate(schema, settings)
+
+
+def dump(config: Any) -> str:
+    """The configuration as YAML that :func:`load` reads back to an equal one, with each key's help as a comment."""
+    return "\n".join(_lines(config, indent="")) + "\n"
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The configuration as plain dicts, lists and scalars."""
+    plain = json.loads(json.dumps(dataclasses.asdict(config)))
+    assert isinstance(plain, dict)
+    return plain
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 core rules for plain scalars; PyYAML's own are those of 1.1."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML fills a copy per class
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
+
+def _integer(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """A leading zero is no octal sign."""
+    return int(node.value, 0 if node.value.startswith(("0x", "0o")) else 10)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+
+
+def _parse(text: str, name: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}" if mark is not None else name
+        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+
+
+def _value(node: yaml.Node | None) -> Any:
+    return None if node is None else _Loader("").construct_document(node)
+
+
+def _read_file(path: Path) -> dict[_Key, _Setting]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: cannot read the config: it is not UTF-8 text") from None
+    node = _parse(text, str(path))
+    if node is None:
+        return {}
+    if not isinstance(node, yaml.MappingNode):
+        found = "list" if isinstance(node, yaml.SequenceNode) else "single value"
+        raise ConfigError(f"{path}: a config is a mapping of keys to values, this is a {found}")
+    return dict(_leaves(node, (), str(path)))
+
+
+def _leaves(node: yaml.MappingNode, prefix: _Key, name: str) -> Iterable[tuple[_Key, _Setting]]:
+    """Every value of a mapping under its dotted key; empty mappings count as values."""
+    seen: set[str] = set()
+    for key_node, value_node in node.value:
+        where = f"{name}:{key_node.start_mark.line + 1}"
+        key = (*prefix, str(key_node.value))
+        if key[-1] in seen:
+            raise ConfigError(f"{where}: {'.'.join(key)} is given twice")
+        seen.add(key[-1])
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            yield from _leaves(value_node, key, name)
+        else:
+            yield key, _Setting(_value(value_node), where)
+
+
+def _read_override(override: str) -> dict[_Key, _Setting]:
+    name, separator, text = override.partition("=")
+    if not separator or not name.strip():
+        raise ConfigError(f"{COMMAND_LINE}: {override!r} is not of the form key.sub=value")
+    key = tuple(name.strip().split("."))
+    node = _parse(text, f"{COMMAND_LINE}, {override}")
+    if isinstance(node, yaml.MappingNode) and node.value:
+        return {k: dataclasses.replace(s, where=COMMAND_LINE) for k, s in _leaves(node, key, COMMAND_LINE)}
+    return {key: _Setting(_value(node), COMMAND_LINE)}
+
+
+# --- checking --------------------------------------------------------------------------------------------------------
+
+
+def _section(kind: Any) -> type[Any] | None:
+    """The dataclass behind a type, also behind ``Section | None``; None for a plain value."""
+    for option in (kind, *typing.get_args(kind)):
+        if isinstance(option, type) and dataclasses.is_dataclass(option):
+            return option
+    return None
+
+
+def _types(schema: type[Any]) -> dict[str, Any]:
+    """The type of each key of a dataclass."""
+    hints = typing.get_type_hints(schema)
+    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
+
+
+def _keys(schema: type[Any], prefix: _Key = ()) -> list[_Key]:
+    """All keys of a schema, sections included."""
+    found: list[_Key] = []
+    for name, kind in _types(schema).items():
+        found.append((*prefix, name))
+        section = _section(kind)
+        if section is not None:
+            found += _keys(section, (*prefix, name))
+    return found
+
+
+def _check_key(schema: type[Any], key: _Key) -> str | None:
+    """What is wrong with a key, None if the schema has it."""
+    kind: Any = schema
+    for depth, name in enumerate(key):
+        section = _section(kind)
+        if section is None:
+            is_mapping = dict in (kind, *map(typing.get_origin, (kind, *typing.get_args(kind))))
+            return None if is_mapping else f"{'.'.join(key)} is set, but {'.'.join(key[:depth])} is no section"
+        if name not in _types(section):
+            wrong = ".".join(key[: depth + 1])
+            everywhere = [".".join(k) for k in _keys(schema)]
+            here = [".".join((*key[:depth], n)) for n in _types(section)]
+            near = difflib.get_close_matches(wrong, here, 1) or difflib.get_close_matches(wrong, everywhere, 1)
+            near = near or [k for k in everywhere if k.rpartition(".")[2] == name]
+            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(here)}"
+            return f"unknown key {wrong}; {hint}"
+        kind = _types(section)[name]
+    return None
+
+
+def _is_section(schema: type[Any], key: _Key) -> bool:
+    kind: Any = schema
+    for name in key:
+        kind = _types(_section(kind) or schema)[name]
+    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+
+
+def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, setting in settings.items():
+        branch = tree
+        for name in key[:-1]:
+            inner = branch.setdefault(name, {})
+            if not isinstance(inner, dict):  # a section set to a plain value: reported by the type check
+                inner = branch[name] = {}
+            branch = inner
+        branch[key[-1]] = setting.value
+    return tree
+
+
+def _validate(schema: type[Schema], settings: Mapping[_Key, _Setting]) -> Schema:
+    # Strict JSON validation is the rule wanted here: a list may become a tuple and an int a float, nothing else.
+    text = json.dumps(_nest(settings), default=str)
+    try:
+        return pydantic.TypeAdapter(schema).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem, settings) for problem in error.errors())) from None
+
+
+def _explain(problem: Any, settings: Mapping[_Key, _Setting]) -> str:
+    """One of pydantic's findings in terms of the key, the value and the place where it was written."""
+    location = tuple(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    for length in range(len(location), 0, -1):
+        key = location[:length]
+        if key in settings:
+            inside = "".join(f"item {part}: " for part in location[length:] if part.isdigit())
+            return f"{settings[key].where}: {'.'.join(key)} = {settings[key].value!r}: {inside}{message}"
+    # a section's own check, over several keys
+    files = {s.where.partition(":")[0] for k, s in settings.items() if k[: len(location)] == location}
+    return f"{', '.join(sorted(files))}: {'.'.join(location) or 'the config'}: {message}"
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _lines(config: Any, indent: str) -> Iterable[str]:
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        comment = f"  # {field.metadata['help']}" if "help" in field.metadata else ""
+        if dataclasses.is_dataclass(value) and dataclasses.fields(value):
+            yield f"{indent}{field.name}:{comment}"
+            yield from _lines(value, indent + "  ")
+        else:
+            yield f"{indent}{field.name}: {_scalar(value)}{comment}"
+
+
+def _scalar(value: Any) -> str:
+    """A value on one line; every string that could be taken for something else is quoted."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_scalar, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_scalar(k)}: {_scalar(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z_/.][\w/.-]*", value) is not None and _value(_parse(value, "")) == value
+        return value if plain else _quote(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else (".inf" if value > 0 else "-.inf")
+    return json.dumps(value)
+
+
+def _quote(text: str) -> str:
+    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
