@@ -1,0 +1,45 @@
+# `make help` lists what there is. Every target sets up what it needs.
+ifndef PYTHON
+PYTHON := $(shell command -v python3.11 || command -v python3)
+endif
+VARIANT ?= cpu
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup doctor lint types unit check integration test format wheel clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+setup:  ## make .venv with the verified stack (VARIANT=cpu|cuda, PYTHON=...)
+	@"$(PYTHON)" setup_env.py $(VARIANT)
+
+doctor: setup  ## check versions, FBGEMM, a sharded table on two processes, the machine
+	python -m fuxi_torchrec.doctor
+
+check: lint types unit  ## lint, types, unit tests, doctests
+
+test: check integration  ## everything: check, then the integration tests
+
+lint: setup  ## ruff: rules and format
+	ruff check .
+	ruff format --check .
+
+types: setup  ## mypy
+	mypy
+
+unit: setup  ## unit tests and doctests
+	pytest fuxi_torchrec pipelines
+
+integration: setup  ## several processes, real TorchX launches
+	pytest integration_tests
+
+format: setup  ## rewrite the sources the way ruff wants them
+	ruff check --fix .
+	ruff format .
+
+wheel: setup  ## build dist/*.whl
+	python -m build --wheel
+
+clean:  ## remove .venv, caches and builds
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
