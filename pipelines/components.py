@@ -6,6 +6,7 @@ environment.
 
 import random
 import socket
+from typing import Dict, List, Optional  # TorchX reads signatures and knows only these forms
 
 import torchx.specs as specs
 from torchx.components.dist import ddp
@@ -33,13 +34,13 @@ def train(
     cpu: int = 2,
     gpu: int = 0,
     mem_mb: int = 8192,
-    host: str | None = None,
+    host: Optional[str] = None,
     threads: int = 1,
     restarts: int = 3,
     retries: int = 0,
     rdzv_port: int = 0,
-    env: dict[str, str] | None = None,
-    mounts: list[str] | None = None,
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
     """Train with torchrun on one or many hosts: dist.ddp with this project's settings.
 
