@@ -23,11 +23,12 @@ REINSTALL = "run `make setup` (or, outside the repository, reinstall with the ex
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``advice`` is empty when all is well."""
+    """One line of the report; ``advice`` is empty when nothing must be done."""
 
     what: str
     found: str
     advice: str = ""
+    mark: str = "ok"
 
     @property
     def failed(self) -> bool:
@@ -35,7 +36,8 @@ class Finding:
         return bool(self.advice)
 
     def __str__(self) -> str:
-        return f"{'FAIL' if self.failed else 'ok  '} {self.what:<16} {self.found}" + f" -> {self.advice}" * self.failed
+        mark = "FAIL" if self.failed else self.mark
+        return f"{mark:<4} {self.what:<16} {self.found}" + f" -> {self.advice}" * self.failed
 
 
 def wanted_versions() -> dict[str, str]:
@@ -199,7 +201,7 @@ def examine(quick: bool = False) -> Iterator[Finding]:
     yield from check_machine()
     for check in deep_checks:
         if failed:
-            yield Finding(check.__name__.removeprefix("check_"), "not checked: mend the lines above first")
+            yield Finding(check.__name__.removeprefix("check_"), "not checked: mend the lines above first", mark="--")
             continue
         for finding in check():
             failed |= finding.failed
