@@ -1,0 +1,113 @@
+"""The positional channel, chunk by chunk: no decay, and keys and queries that depend on the position alone.
+
+The map of a chunk is therefore the same for every user at the same position and is computed once per position.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
+from fuxi_torchrec.ops.precision import exactly
+
+
+class ChunkPositions:
+    """Which rows of the kernel table each chunk uses, and which chunks use the same.
+
+    Args:
+        chunks: the layout.
+        rows: rows of the table; later positions use the last one.
+        start_B: position of each user's first event; 0 if None.
+    """
+
+    def __init__(self, chunks: Chunks, rows: int, start_B: Tensor | None = None) -> None:
+        begin_N = chunks.begin_N if start_B is None else chunks.begin_N + start_B[chunks.user_N]
+        begin_M, index_N = torch.unique(begin_N.clamp(max=rows - 1), return_inverse=True)
+        slot_C = torch.arange(chunks.size, device=begin_N.device)
+        self.row_MC = (begin_M[:, None] + slot_C).clamp(max=rows - 1)
+        self.shared = len(begin_M) < chunks.count
+        # without sharing, chunks of one user, in ascending order, are the unique ones as they stand
+        self.index_N = index_N if self.shared or not chunks.in_order else None
+
+    def spread(self, x_MX: Tensor) -> Tensor:
+        """From positions to the chunks that use them."""
+        return x_MX if self.index_N is None else x_MX.index_select(0, self.index_N)
+
+    def gather(self, x_NX: Tensor) -> Tensor:
+        """From chunks to the positions they use, summed."""
+        if self.index_N is None:
+            return x_NX
+        return x_NX.new_zeros(len(self.row_MC), *x_NX.shape[1:]).index_add_(0, self.index_N, x_NX)
+
+
+def positional(
+    v_TD: Tensor,
+    table_RK: Tensor,
+    gain: Tensor,
+    skip: Tensor,
+    chunks: Chunks,
+    positions: ChunkPositions,
+    initial_BKD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``y_i = gain · Σ_{j≤i} (κ_i·κ_j) v_j + skip · v_i`` with κ_i the table's row, and the state after the last event."""
+    y_TD, final_BKD = _Positional.apply(v_TD, table_RK, gain, skip, initial_BKD, chunks, positions)
+    return y_TD, final_BKD
+
+
+def _maps(table_RK: Tensor, positions: ChunkPositions) -> tuple[Tensor, Tensor]:
+    """κ of each position's chunk, and its causal map ``κκᵀ``."""
+    kernel_MCK = table_RK[positions.row_MC]
+    return kernel_MCK, (kernel_MCK @ kernel_MCK.mT).tril_()
+
+
+class _Positional(torch.autograd.Function):
+    @staticmethod
+    @exactly
+    def forward(
+        ctx: Any,
+        v_TD: Tensor,
+        table_RK: Tensor,
+        gain: Tensor,
+        skip: Tensor,
+        initial_BKD: Tensor | None,
+        chunks: Chunks,
+        positions: ChunkPositions,
+    ) -> tuple[Tensor, Tensor]:
+        v_NCD = chunks.cut(v_TD.unsqueeze(1)).squeeze(1)
+        kernel_MCK, map_MCC = _maps(table_RK, positions)
+        kernel_NCK = positions.spread(kernel_MCK)
+        S_NKD, final_BKD = scan(kernel_NCK.mT @ v_NCD, None, chunks, initial_BKD)
+        map_MCC.mul_(gain).diagonal(dim1=1, dim2=2).add_(skip)
+        y_NCD = torch.bmm(positions.spread(map_MCC), v_NCD)
+        y_NCD.baddbmm_(kernel_NCK * gain, S_NKD.to(v_TD.dtype))
+        ctx.save_for_backward(v_TD, table_RK, gain, skip, S_NKD)
+        ctx.chunks, ctx.positions, ctx.has_initial = chunks, positions, initial_BKD is not None
+        return chunks.join(y_NCD.unsqueeze(1)).squeeze(1), final_BKD
+
+    @staticmethod
+    @exactly
+    def backward(ctx: Any, grad_y_TD: Tensor, grad_final_BKD: Tensor) -> tuple[Tensor | None, ...]:
+        v_TD, table_RK, gain, skip, S_NKD = ctx.saved_tensors
+        chunks: Chunks = ctx.chunks
+        positions: ChunkPositions = ctx.positions
+        v, dy = (chunks.cut(x.unsqueeze(1)).squeeze(1) for x in (v_TD, grad_y_TD))
+        S = S_NKD.to(v.dtype)
+        kernel_MCK, map_MCC = _maps(table_RK, positions)
+        kernel = positions.spread(kernel_MCK)
+
+        dS_NKD = (kernel * gain).mT @ dy
+        dU_NKD, dS0_BKD = scan_backward(dS_NKD, grad_final_BKD.to(v.dtype), None, chunks)
+        dquery_NCK = dy @ S.mT
+        dA_MCC = positions.gather(torch.bmm(dy, v.mT)).tril_()
+        dkernel_MCK = positions.gather(dquery_NCK * gain + v @ dU_NKD.mT)
+        dkernel_MCK = dkernel_MCK + ((dA_MCC + dA_MCC.mT) * gain) @ kernel_MCK
+        dtable_RK = torch.zeros_like(table_RK).index_put_((positions.row_MC,), dkernel_MCK, accumulate=True)
+        dgain = (dA_MCC * map_MCC).sum() + (dquery_NCK * kernel).sum()
+        dskip = dA_MCC.diagonal(dim1=1, dim2=2).sum()
+
+        map_MCC.mul_(gain).diagonal(dim1=1, dim2=2).add_(skip)
+        dv = torch.baddbmm(kernel @ dU_NKD, positions.spread(map_MCC).mT, dy)
+        initial = dS0_BKD.to(S_NKD.dtype) if ctx.has_initial else None
+        dv_TD = chunks.join(dv.unsqueeze(1)).squeeze(1)
+        return dv_TD, dtable_RK, dgain.reshape(gain.shape), dskip.reshape(skip.shape), initial, None, None
