@@ -1,9 +1,35 @@
 """FuXi-Linear on TorchRec: a linear-time, time-aware sequence encoder for recommendation.
 
-Importing this package imports nothing else: not torch, not numpy, not TorchRec. The doctor can therefore run
-where one of them is missing or broken.
+The encoder's names are loaded when first used and need torch alone. Importing the package itself imports nothing else,
+so that the doctor can run where torch is missing or broken.
 """
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fuxi_torchrec.modules.config import FuXiLinearConfig, geometric_periods
+    from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
+    from fuxi_torchrec.modules.state import EncoderState
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+_HOME = {
+    "EncoderState": "fuxi_torchrec.modules.state",
+    "FuXiLinearConfig": "fuxi_torchrec.modules.config",
+    "FuXiLinearEncoder": "fuxi_torchrec.modules.encoder",
+    "geometric_periods": "fuxi_torchrec.modules.config",
+}
+
+__all__ = ["EncoderState", "FuXiLinearConfig", "FuXiLinearEncoder", "__version__", "geometric_periods"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

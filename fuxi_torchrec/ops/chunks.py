@@ -1,8 +1,8 @@
 """Jagged rows cut into chunks, and the scan that carries a state from chunk to chunk.
 
 Each user's events are cut into chunks of C; only a user's last chunk is padded. Chunks are ordered by chunk index first
-and, within an index, by users sorted by length, longest first. Whoever has a chunk n + 1 therefore stands at the front of
-those who have a chunk n, and one step of the scan works on two contiguous slices.
+and, within an index, by users sorted by length, longest first. Whoever has a chunk n + 1 therefore stands at the front
+of those who have a chunk n, and one step of the scan works on two contiguous slices.
 """
 
 from functools import cached_property
@@ -100,9 +100,9 @@ class Chunks:
 
 
 def scan(
-    update_NX: Tensor, decay_NX: Tensor | None, chunks: Chunks, initial_BX: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The state before each chunk, and after each user's last: ``S_{n+1} = decay_n S_n + update_n``.
+    update_NX: Tensor, decay_NX: Tensor | None, chunks: Chunks, initial_BX: Tensor | None, with_final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The state before each chunk, and after each user's last if wanted: ``S_{n+1} = decay_n S_n + update_n``.
 
     ``decay_NX`` broadcasts against the update; None means 1. The state has the initial state's precision, else the
     update's. Not differentiable by itself: see :func:`scan_backward`.
@@ -120,10 +120,10 @@ def scan(
         here = slice(chunks.first[n - 1], chunks.first[n - 1] + going_on)
         there = before_NX[chunks.first[n] : chunks.first[n] + going_on]
         _step(update_NX[here], before_NX[here], None if decay_NX is None else decay_NX[here], there)
+    if not with_final:
+        return before_NX, None
     users = len(chunks.lengths_B)
-    final_BX = (
-        torch.zeros(users, *inner, dtype=dtype, device=update_NX.device) if initial_BX is None else initial_BX.clone()
-    )
+    final_BX = before_NX.new_zeros(users, *inner) if initial_BX is None else initial_BX.clone()
     last = chunks.last_chunk
     if len(last):
         end = torch.empty(len(last), *inner, dtype=dtype, device=update_NX.device)
@@ -145,6 +145,7 @@ def scan_backward(
     grad_update_NX = torch.zeros_like(grad_before_NX)
     grad_initial_BX = grad_before_NX.new_zeros(users, *inner)
     if grad_final_BX is not None:
+        grad_final_BX = grad_final_BX.to(grad_before_NX.dtype)
         grad_update_NX[chunks.last_chunk] = grad_final_BX[chunks.users_with_rows]
         empty = torch.nonzero(chunks.lengths_B == 0).flatten().to(grad_before_NX.device)
         grad_initial_BX[empty] = grad_final_BX[empty]

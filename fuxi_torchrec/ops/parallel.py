@@ -1,5 +1,7 @@
 """The definition: the whole n×n map of one user at a time. For tests and short sequences."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def attention(
         y_THV, and the state after each user's last row.
     """
     outputs, states = [v_THV.new_zeros(0, *v_THV.shape[1:])], []
-    for user, (a, b) in enumerate(zip(offsets[:-1], offsets[1:], strict=True)):
+    for user, (a, b) in enumerate(itertools.pairwise(offsets)):
         shape = (q_THK.shape[1], q_THK.shape[2], v_THV.shape[2])
         state_HKV = v_THV.new_zeros(shape) if initial_BHKV is None else initial_BHKV[user]
         if a == b:

@@ -49,9 +49,10 @@ def positional(
     chunks: Chunks,
     positions: ChunkPositions,
     initial_BKD: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``y_i = gain · Σ_{j≤i} (κ_i·κ_j) v_j + skip · v_i`` with κ_i the table's row, and the state after the last event."""
-    y_TD, final_BKD = _Positional.apply(v_TD, table_RK, gain, skip, initial_BKD, chunks, positions)
+    with_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """``y_i = gain · Σ_{j≤i} (κ_i·κ_j) v_j + skip · v_i``, κ_i the table's row; and the state after the last event."""
+    y_TD, final_BKD = _Positional.apply(v_TD, table_RK, gain, skip, initial_BKD, chunks, positions, with_state)
     return y_TD, final_BKD
 
 
@@ -73,11 +74,12 @@ class _Positional(torch.autograd.Function):
         initial_BKD: Tensor | None,
         chunks: Chunks,
         positions: ChunkPositions,
-    ) -> tuple[Tensor, Tensor]:
+        with_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         v_NCD = chunks.cut(v_TD.unsqueeze(1)).squeeze(1)
         kernel_MCK, map_MCC = _maps(table_RK, positions)
         kernel_NCK = positions.spread(kernel_MCK)
-        S_NKD, final_BKD = scan(kernel_NCK.mT @ v_NCD, None, chunks, initial_BKD)
+        S_NKD, final_BKD = scan(kernel_NCK.mT @ v_NCD, None, chunks, initial_BKD, with_state)
         map_MCC.mul_(gain).diagonal(dim1=1, dim2=2).add_(skip)
         y_NCD = torch.bmm(positions.spread(map_MCC), v_NCD)
         y_NCD.baddbmm_(kernel_NCK * gain, S_NKD.to(v_TD.dtype))
@@ -87,7 +89,7 @@ class _Positional(torch.autograd.Function):
 
     @staticmethod
     @exactly
-    def backward(ctx: Any, grad_y_TD: Tensor, grad_final_BKD: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y_TD: Tensor, grad_final_BKD: Tensor | None) -> tuple[Tensor | None, ...]:
         v_TD, table_RK, gain, skip, S_NKD = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
         positions: ChunkPositions = ctx.positions
@@ -97,7 +99,7 @@ class _Positional(torch.autograd.Function):
         kernel = positions.spread(kernel_MCK)
 
         dS_NKD = (kernel * gain).mT @ dy
-        dU_NKD, dS0_BKD = scan_backward(dS_NKD, grad_final_BKD.to(v.dtype), None, chunks)
+        dU_NKD, dS0_BKD = scan_backward(dS_NKD, grad_final_BKD, None, chunks)
         dquery_NCK = dy @ S.mT
         dA_MCC = positions.gather(torch.bmm(dy, v.mT)).tril_()
         dkernel_MCK = positions.gather(dquery_NCK * gain + v @ dU_NKD.mT)
@@ -110,4 +112,4 @@ class _Positional(torch.autograd.Function):
         dv = torch.baddbmm(kernel @ dU_NKD, positions.spread(map_MCC).mT, dy)
         initial = dS0_BKD.to(S_NKD.dtype) if ctx.has_initial else None
         dv_TD = chunks.join(dv.unsqueeze(1)).squeeze(1)
-        return dv_TD, dtable_RK, dgain.reshape(gain.shape), dskip.reshape(skip.shape), initial, None, None
+        return dv_TD, dtable_RK, dgain.reshape(gain.shape), dskip.reshape(skip.shape), initial, None, None, None

@@ -22,6 +22,11 @@ def exactly(function: F) -> F:
     def run(ctx: Any, *args: Any) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
         with torch.autocast(device, enabled=False):
-            return function(ctx, *(a.float() if isinstance(a, Tensor) and a.dtype in _LOW else a for a in args))
+            return function(ctx, *(at_least_float32(a) if isinstance(a, Tensor) else a for a in args))
 
     return run  # type: ignore[return-value]
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Half precision as float32, anything wider as it is."""
+    return x.float() if x.dtype in _LOW else x

@@ -1,5 +1,7 @@
 """One event at a time, O(1) in the length of the history."""
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -52,7 +54,7 @@ def attention(
     users = len(offsets) - 1
     if initial_BHKV is None:
         initial_BHKV = v_THV.new_zeros(users, q_THK.shape[1], q_THK.shape[2], v_THV.shape[2])
-    lengths = [b - a for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    lengths = [b - a for a, b in itertools.pairwise(offsets)]
     states = list(initial_BHKV.unbind(0))
     rows: list[Tensor | None] = [None] * v_THV.shape[0]
     for event in range(max(lengths, default=0)):

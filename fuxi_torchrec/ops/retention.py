@@ -1,7 +1,7 @@
 """Retention, chunk by chunk: the decay depends on the distance between events only.
 
-Inside a chunk the definition, ``((QKᵀ) ⊙ D) V`` with one D for all chunks; across chunks the carried state. The backward
-pass keeps the states at chunk boundaries and computes everything inside a chunk again.
+Inside a chunk the definition, ``((QKᵀ) ⊙ D) V`` with one D for all chunks; across chunks the carried state. The
+backward pass keeps the states at chunk boundaries and computes everything inside a chunk again.
 """
 
 from typing import Any
@@ -22,9 +22,10 @@ def retention(
     chunks: Chunks,
     initial_BHKV: Tensor | None = None,
     lag: int = 0,
-) -> tuple[Tensor, Tensor]:
+    with_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """``y_i = Σ_{j≤i} λ^{i−j+lag} (q_i·k_j) v_j``, and the state after each user's last event."""
-    y_THV, final_BHKV = _Retention.apply(q_THK, k_THK, v_THV, log_decay_H, initial_BHKV, chunks, lag)
+    y_THV, final_BHKV = _Retention.apply(q_THK, k_THK, v_THV, log_decay_H, initial_BHKV, chunks, lag, with_state)
     return y_THV, final_BHKV
 
 
@@ -57,11 +58,12 @@ class _Retention(torch.autograd.Function):
         initial_BHKV: Tensor | None,
         chunks: Chunks,
         lag: int,
-    ) -> tuple[Tensor, Tensor]:
+        with_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         decays = _Decays(log_decay_H, chunks, lag)
         q_NHCK, k_NHCK, v_NHCV = (chunks.cut(x) for x in (q_THK, k_THK, v_THV))
         update_NHKV = (k_NHCK * decays.key_NHC1).mT @ v_NHCV
-        S_NHKV, final_BHKV = scan(update_NHKV, decays.chunk_NH11, chunks, initial_BHKV)
+        S_NHKV, final_BHKV = scan(update_NHKV, decays.chunk_NH11, chunks, initial_BHKV, with_state)
         y_NHCV = (q_NHCK @ k_NHCK.mT).mul_(decays.D_HCC) @ v_NHCV
         y_NHCV += (q_NHCK * decays.query_HC1) @ S_NHKV.to(v_THV.dtype)
         ctx.save_for_backward(q_THK, k_THK, v_THV, log_decay_H, S_NHKV)
@@ -70,7 +72,7 @@ class _Retention(torch.autograd.Function):
 
     @staticmethod
     @exactly
-    def backward(ctx: Any, grad_y_THV: Tensor, grad_final_BHKV: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y_THV: Tensor, grad_final_BHKV: Tensor | None) -> tuple[Tensor | None, ...]:
         q_THK, k_THK, v_THV, log_decay_H, S_NHKV = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
         decays = _Decays(log_decay_H, chunks, ctx.lag)
@@ -78,7 +80,7 @@ class _Retention(torch.autograd.Function):
         S = S_NHKV.to(v.dtype)
 
         dS_NHKV = (q * decays.query_HC1).mT @ dy
-        dU_NHKV, dS0_BHKV = scan_backward(dS_NHKV, grad_final_BHKV.to(v.dtype), decays.chunk_NH11, chunks)
+        dU_NHKV, dS0_BHKV = scan_backward(dS_NHKV, grad_final_BHKV, decays.chunk_NH11, chunks)
 
         dA_NHCC = dy @ v.mT
         A_NHCC = (q @ k.mT).mul_(decays.D_HCC)
@@ -94,4 +96,4 @@ class _Retention(torch.autograd.Function):
         dlog_H = dlog_H + ((dk_next * k).sum(3) * decays.to_next_NC[:, None]).sum((0, 2))
         dlog_H = dlog_H + ((S * dU_NHKV * decays.chunk_NH11).sum((2, 3)) * decays.across_N[:, None]).sum(0)
         initial = dS0_BHKV.to(S_NHKV.dtype) if ctx.has_initial else None
-        return chunks.join(dq), chunks.join(dk), chunks.join(dv), dlog_H, initial, None, None
+        return chunks.join(dq), chunks.join(dk), chunks.join(dv), dlog_H, initial, None, None, None

@@ -1,8 +1,8 @@
 """The temporal channel, chunk by chunk: keys, queries and decays that depend on the events' times alone.
 
-Scale k has the phase φ_k(t) = 2π (t mod P_k) / P_k. Its sin head weighs a past value by sin(φ(t_{i+1}) − φ(t_j)), its cos
-head by cos of the same, both by r_k^{c_{i+1} − c_j}. The phases' part of a chunk's map does not depend on any weight: it
-is made once and shared by all blocks (:class:`ChunkTimes`).
+Scale k has the phase φ_k(t) = 2π (t mod P_k) / P_k. Its sin head weighs a past value by sin(φ(t_{i+1}) − φ(t_j)), its
+cos head by cos of the same, both by r_k^{c_{i+1} − c_j}. The phases' part of a chunk's map does not depend on any
+weight: it is made once and shared by all blocks (:class:`ChunkTimes`).
 """
 
 from typing import Any
@@ -17,7 +17,9 @@ from fuxi_torchrec.ops.precision import exactly
 
 def phase_vectors(times: Tensor, periods_H: Tensor, dtype: torch.dtype) -> Tensor:
     """(cos φ_k(t), sin φ_k(t)) of int64 times, shape (*times.shape, H, 2); the modulus is taken in int64."""
-    angle = torch.remainder(times.unsqueeze(-1), periods_H).to(torch.float64) * (2 * torch.pi / periods_H)
+    angle = torch.remainder(times.unsqueeze(-1), periods_H).to(torch.float64) * (
+        2 * torch.pi / periods_H.to(torch.float64)
+    )
     angle = angle.to(dtype)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
@@ -69,12 +71,13 @@ def temporal(
     skip_G: Tensor,
     times: ChunkTimes,
     initial_BGKV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``y_i = gain · Σ_{j≤i} r^{c_{i+1} − c_j} sin|cos(φ(t_{i+1}) − φ(t_j)) v_j + skip · v_i`` and the state after the last.
+    with_state: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """``y_i = gain · Σ_{j≤i} r^{c_{i+1} − c_j} sin|cos(φ(t_{i+1}) − φ(t_j)) v_j + skip · v_i``; and the state after.
 
     Values, gains and skips are those of the 2H sub-heads: H sin heads, then H cos heads.
     """
-    y_TGV, final_BGKV = _Temporal.apply(v_TGV, log_decay_H, gain_G, skip_G, initial_BGKV, times)
+    y_TGV, final_BGKV = _Temporal.apply(v_TGV, log_decay_H, gain_G, skip_G, initial_BGKV, times, with_state)
     return y_TGV, final_BGKV
 
 
@@ -104,7 +107,8 @@ class _Temporal(torch.autograd.Function):
         skip_G: Tensor,
         initial_BGKV: Tensor | None,
         times: ChunkTimes,
-    ) -> tuple[Tensor, Tensor]:
+        with_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         chunks, scales = times.chunks, len(log_decay_H)
         decays = _Decays(log_decay_H, times)
         v_NGCV = chunks.cut(v_TGV)
@@ -112,7 +116,7 @@ class _Temporal(torch.autograd.Function):
         update = key_NHCK.mT.unsqueeze(1) @ v_NGCV.unflatten(1, (2, scales))
         state_dtype = v_TGV.dtype if initial_BGKV is None else initial_BGKV.dtype
         across = _Decays.across(log_decay_H, times, state_dtype)
-        S_NGKV, final_BGKV = scan(update.flatten(1, 2), across, chunks, initial_BGKV)
+        S_NGKV, final_BGKV = scan(update.flatten(1, 2), across, chunks, initial_BGKV, with_state)
 
         map_NGCC = (times.phase_N2HCC * decays.inside_NHCC[:, None]).flatten(1, 2)
         map_NGCC *= gain_G[:, None, None]
@@ -126,7 +130,7 @@ class _Temporal(torch.autograd.Function):
 
     @staticmethod
     @exactly
-    def backward(ctx: Any, grad_y_TGV: Tensor, grad_final_BGKV: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y_TGV: Tensor, grad_final_BGKV: Tensor | None) -> tuple[Tensor | None, ...]:
         v_TGV, log_decay_H, gain_G, skip_G, S_NGKV = ctx.saved_tensors
         times: ChunkTimes = ctx.times
         chunks, scales = times.chunks, len(log_decay_H)
@@ -139,7 +143,7 @@ class _Temporal(torch.autograd.Function):
         across = _Decays.across(log_decay_H, times, v.dtype)
 
         dS_NGKV = (query * gain).mT @ dy
-        dU_NGKV, dS0_BGKV = scan_backward(dS_NGKV, grad_final_BGKV.to(v.dtype), across, chunks)
+        dU_NGKV, dS0_BGKV = scan_backward(dS_NGKV, grad_final_BGKV, across, chunks)
 
         # inside the chunk
         map_NGCC = (times.phase_N2HCC * decays.inside_NHCC[:, None]).flatten(1, 2)
@@ -160,4 +164,4 @@ class _Temporal(torch.autograd.Function):
         map_NGCC.diagonal(dim1=2, dim2=3).add_(skip_G[:, None])
         dv = map_NGCC.mT @ dy + key @ dU_NGKV
         initial = dS0_BGKV.to(S_NGKV.dtype) if ctx.has_initial else None
-        return chunks.join(dv), dlog_G.view(2, scales).sum(0), dgain_G, dskip_G, initial, None
+        return chunks.join(dv), dlog_G.view(2, scales).sum(0), dgain_G, dskip_G, initial, None, None

@@ -1,0 +1,330 @@
+"""FuXi-Linear: the encoder."""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fuxi_torchrec.modules import checks, official
+from fuxi_torchrec.modules.block import Block, BlockState
+from fuxi_torchrec.modules.channels import Form, Step
+from fuxi_torchrec.modules.config import FuXiLinearConfig
+from fuxi_torchrec.modules.sequences import Sequences, temporal_vectors
+from fuxi_torchrec.modules.state import EncoderState
+
+# Without gradients, so many events pass through all blocks at once: buffers stay small and in cache.
+TILE_EVENTS = {"cpu": 2048}
+TILE_EVENTS_ELSEWHERE = 65536
+
+
+class FuXiLinearEncoder(nn.Module):
+    """Rows and times of events in, one vector per event or per user out, in time linear in the number of events.
+
+    Args:
+        config: shape and switches.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> encoder = FuXiLinearEncoder(FuXiLinearConfig(dim=16, num_layers=2, num_heads=2, max_positions=64,
+        ...                                              temporal_periods=(3600, 86400))).eval()
+        >>> x = torch.randn(5, 16)                       # events of two users: 3 and 2
+        >>> offsets = torch.tensor([0, 3, 5])
+        >>> times = torch.tensor([1000, 2000, 9000, 500, 700])
+        >>> now = torch.tensor([10000, 10000])
+        >>> y = encoder(x, offsets, times, now)
+        >>> y.shape
+        torch.Size([5, 16])
+        >>> state = encoder.append(encoder.init_state(2), x, offsets, times)
+        >>> torch.allclose(encoder.query(state, now), y[[2, 4]], atol=1e-5)
+        True
+    """
+
+    def __init__(self, config: FuXiLinearConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.positions = nn.Parameter(torch.empty(config.max_positions, config.dim))
+        self.blocks = nn.ModuleList([Block(config)])
+        # official: one set of temporal decays, in block 0, for all blocks
+        shared = self.layers[0].temporal if config.preset == "official" else None
+        self.blocks.extend(Block(config, shared) for _ in range(1, config.num_layers))
+        self.dropout = nn.Dropout(config.dropout)
+        self.reset_parameters()
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks, first to last."""
+        return [cast(Block, block) for block in self.blocks]
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        nn.init.xavier_normal_(self.positions)
+        for block in self.layers:
+            block.reset_parameters()
+
+    @classmethod
+    def from_official(
+        cls, params: Mapping[str, Tensor], temporal_periods: tuple[int, ...], dropout: float = 0.0
+    ) -> "FuXiLinearEncoder":
+        """An encoder with weights trained with the released code; see :mod:`fuxi_torchrec.modules.official`."""
+        encoder = cls(official.infer_config(params, temporal_periods, dropout))
+        official.load(encoder.positions, encoder.layers, params)
+        return encoder
+
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        timestamps: Tensor,
+        request_timestamps: Tensor,
+        *,
+        form: Form = "chunkwise",
+        validate: bool | None = None,
+    ) -> Tensor:
+        """Every position's output, each asked at the time of the event after it, the last at the request time.
+
+        Args:
+            x: (T, D) event rows of all users, one user after another.
+            offsets: (B + 1,) int64 bounds of the users' rows; kept on the host it saves a device sync.
+            timestamps: (T,) int64, in the unit of ``temporal_periods``.
+            request_timestamps: (B,) int64; before the user's last event it counts as a gap of 0.
+            form: how to compute; the result is the same.
+            validate: check values too (finite rows, monotone offsets); by default on the CPU only.
+
+        Returns:
+            (T, D); a user without events has no row.
+        """
+        if form not in ("chunkwise", "parallel", "recurrent"):
+            raise ValueError(f"form must be 'chunkwise', 'parallel' or 'recurrent', not {form!r}")
+        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate)
+        checks.times("request_timestamps", request_timestamps, len(bounds) - 1, x.device)
+        if not len(x):
+            return x
+        sequences = Sequences(self.config, bounds, timestamps, request_timestamps, _wide(x.dtype))
+        rows = self._embed(x, sequences.position_T)
+        if form == "chunkwise" and not torch.is_grad_enabled():
+            return self._tiled(rows, sequences, None)
+        for block in self.layers:
+            if self.config.activation_checkpointing and torch.is_grad_enabled():
+                rows, _ = checkpoint(block, rows, sequences, form, use_reentrant=False)
+            else:
+                rows, _ = block(rows, sequences, form)
+        return rows
+
+    def init_state(self, batch_size: int) -> EncoderState:
+        """The state of users without events."""
+        like = self.positions.detach()
+        memory = {}
+        for name, channel in self.layers[0].channels.items():
+            shape = (len(self.blocks), batch_size, *channel.state_shape)
+            memory[name] = like.new_zeros(shape, dtype=channel.state_dtype or like.dtype)
+        nothing = like.new_zeros(batch_size, dtype=torch.int64)
+        pending = like.new_zeros(batch_size, self.config.dim)
+        return EncoderState(self.config.fingerprint(), nothing, nothing, pending, memory)
+
+    @torch.no_grad()
+    def append(
+        self, state: EncoderState, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
+    ) -> EncoderState:
+        """The state after any number of new events per user, 0 included; the given state is not changed.
+
+        Args:
+            state: of B users.
+            x: (T, D) rows of the new events, one user after another.
+            offsets: (B + 1,) int64.
+            timestamps: (T,) int64.
+            validate: check values too; by default on the CPU only.
+        """
+        self._check_serving(state)
+        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate)
+        if len(bounds) - 1 != len(state):
+            raise ValueError(f"offsets describes {len(bounds) - 1} users, the state has {len(state)}")
+        if not len(x):
+            return state
+        sequences = Sequences(self.config, bounds, timestamps, timestamps[:0], x.dtype, state.count)
+        rows = self._embed(x, sequences.position_T)
+        new_B = sequences.bounds.diff()
+        if int(new_B.max()) > 1:
+            return self._append_many(state, rows, sequences.bounds, timestamps)
+        users = torch.nonzero(new_B).flatten()
+        if len(users) == len(state):
+            return self._append_one(state, rows, timestamps)
+        return state.put(users, self._append_one(state.select(users), rows, timestamps))
+
+    @torch.no_grad()
+    def query(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
+        """Each user at a time: (B, D), zero for users without events. The state is unchanged."""
+        self._check_serving(state)
+        checks.times("request_timestamps", request_timestamps, len(state), self.positions.device)
+        step, rows = self._step(state, request_timestamps), state.pending
+        for layer, block in enumerate(self.layers):
+            rows, _ = block.read(rows, step, state.block(layer))
+        return rows * (state.count > 0).unsqueeze(1)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _embed(self, x: Tensor, position: Tensor) -> Tensor:
+        """``x_i = Dropout(sqrt(d) e_i + P[i−1])``."""
+        return self.dropout(torch.add(self.positions[position], x, alpha=math.sqrt(self.config.dim)))
+
+    def _check_serving(self, state: EncoderState) -> None:
+        if self.training and self.config.dropout:
+            raise ValueError("append and query are for evaluation: call encoder.eval() first")
+        if state.fingerprint != self.config.fingerprint():
+            raise ValueError(
+                f"state is of another configuration: fingerprint {state.fingerprint}, "
+                f"the encoder has {self.config.fingerprint()}"
+            )
+        if state.pending.dtype != self.positions.dtype or state.pending.device != self.positions.device:
+            raise ValueError(
+                f"state is {state.pending.dtype} on {state.pending.device}, "
+                f"the encoder {self.positions.dtype} on {self.positions.device}"
+            )
+
+    def _step(self, state: EncoderState, next_time_B: Tensor) -> Step:
+        """The pending events, followed by something at ``next_time_B``."""
+        position = (state.count - 1).clamp(0, self.config.max_positions - 1)
+        ticks = (next_time_B - state.pending_time).clamp(min=0)
+        return Step(
+            position, ticks, *temporal_vectors(self.config, state.pending_time, next_time_B, state.pending.dtype)
+        )
+
+    def _append_one(self, state: EncoderState, rows: Tensor, time_B: Tensor) -> EncoderState:
+        """One new event for every user: commit the pending one with its real successor, then wait with the new one."""
+        step, x, after = self._step(state, time_B), state.pending, []
+        for layer, block in enumerate(self.layers):
+            before = state.block(layer)
+            if layer + 1 < len(self.blocks):
+                x, columns = block.read(x, step, before)
+            else:  # nobody asks for the last block's output
+                _, columns = block.project(x)
+            after.append(block.write(columns, step, before))
+        # a user without a pending event has nothing to commit
+        memory = {name: _keep(state.count > 0, x_LBX) for name, x_LBX in _stacked(after).items()}
+        return replace(state, count=state.count + 1, pending=rows, pending_time=time_B, memory=memory)
+
+    def _append_many(self, state: EncoderState, rows: Tensor, at: Tensor, time_T: Tensor) -> EncoderState:
+        """Commit the pending event and all new ones but the last; then wait with the last.
+
+        Args:
+            state: of B users.
+            rows: of the new events, as they enter the first block.
+            at: (B + 1,) bounds of the users' rows.
+            time_T: of the new events.
+        """
+        users = len(state)
+        new_B, waiting_B = at.diff(), (state.count > 0).long()
+        committed_B = torch.where(new_B > 0, new_B + waiting_B - 1, 0)
+        commit_at = torch.cat((committed_B.new_zeros(1), committed_B.cumsum(0)))
+        user_X = torch.repeat_interleave(torch.arange(users, device=at.device), committed_B)
+        event_X = torch.arange(len(user_X), device=at.device) - commit_at[user_X]
+        # of the pending events first, then of the new ones
+        new_X = users + at[user_X] + event_X - waiting_B[user_X]
+        source_X = torch.where(event_X < waiting_B[user_X], user_X, new_X)
+        last_B = (at[1:] - 1).clamp(min=0)
+        blocks = [{name: x.clone() for name, x in state.block(n).items()} for n in range(len(self.blocks))]
+        if len(user_X):
+            times = torch.cat((state.pending_time, time_T))[source_X]
+            start_B = (state.count - 1).clamp(min=0)
+            sequences = Sequences(self.config, commit_at.tolist(), times, time_T[last_B], rows.dtype, start_B)
+            self._tiled(torch.cat((state.pending, rows))[source_X], sequences, blocks)
+        touched = new_B > 0
+        return replace(
+            state,
+            count=state.count + new_B,
+            pending=torch.where(touched[:, None], rows[last_B], state.pending),
+            pending_time=torch.where(touched, time_T[last_B], state.pending_time),
+            memory=_stacked(blocks),
+        )
+
+    def _tiled(self, rows: Tensor, sequences: Sequences, blocks: list[BlockState] | None) -> Tensor:
+        """All blocks over one tile of rows after another; a user cut by a tile's edge goes on from its state.
+
+        Args:
+            rows: (T, D) as they enter the first block.
+            sequences: of the whole batch.
+            blocks: states of all users, replaced in place by those after their last rows; None if nobody wants them.
+        """
+        outputs, carried = [], list[BlockState]()
+        for tile in _tiles(sequences.offsets, TILE_EVENTS.get(rows.device.type, TILE_EVENTS_ELSEWHERE)):
+            part, before, carried = self._cut(sequences, tile), carried, []
+            users = slice(tile.first_user, tile.end_user)
+            x = rows[tile.first_row : tile.end_row]
+            for layer, block in enumerate(self.layers):
+                state = None
+                if blocks is not None:
+                    state = {name: whole[users] for name, whole in blocks[layer].items()}
+                elif tile.goes_on:
+                    state = {name: _extended(s, len(tile.offsets) - 1) for name, s in before[layer].items()}
+                x, after = block(x, part, "chunkwise", state, with_state=blocks is not None or tile.cut)
+                if blocks is not None:
+                    for name, whole in blocks[layer].items():
+                        whole[users] = after[name]
+                elif tile.cut:
+                    carried.append(
+                        {name: _last(s, self.layers[0].channels[name].state_dtype) for name, s in after.items()}
+                    )
+            outputs.append(x)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _cut(self, sequences: Sequences, tile: "_Tile") -> Sequences:
+        """The part of a batch that a tile covers."""
+        users = slice(tile.first_user, tile.end_user)
+        request_B = sequences.request_B[users]
+        if tile.cut:  # the successor of the tile's last event is the next tile's first
+            request_B = torch.cat((request_B[:-1], sequences.time_T[tile.end_row : tile.end_row + 1]))
+        start_B = None if sequences.start_B is None else sequences.start_B[users]
+        if tile.goes_on:
+            start_B = request_B.new_zeros(len(request_B)) if start_B is None else start_B.clone()
+            start_B[0] += tile.first_row - sequences.offsets[tile.first_user]
+        time_T = sequences.time_T[tile.first_row : tile.end_row]
+        return Sequences(self.config, tile.offsets, time_T, request_B, sequences.dtype, start_B)
+
+
+class _Tile(NamedTuple):
+    """Rows first_row .. end_row − 1, of users first_user .. end_user − 1."""
+
+    first_row: int
+    end_row: int
+    first_user: int
+    end_user: int
+    offsets: list[int]
+    goes_on: bool  # the first user began in an earlier tile
+    cut: bool  # the last user goes on in the next tile
+
+
+def _tiles(offsets: list[int], size: int) -> Iterator[_Tile]:
+    """Cut packed rows into tiles of ``size``; users without rows at the edges belong to no tile."""
+    for a in range(0, offsets[-1], size):
+        b = min(a + size, offsets[-1])
+        first_user = bisect_right(offsets, a) - 1
+        end_user = bisect_left(offsets, b)
+        local = [min(max(bound, a), b) - a for bound in offsets[first_user : end_user + 1]]
+        yield _Tile(a, b, first_user, end_user, local, offsets[first_user] < a, offsets[end_user] > b)
+
+
+def _extended(first: Tensor, users: int) -> Tensor:
+    """The first user's state, and zero for the others."""
+    return torch.cat((first, first.new_zeros(users - 1, *first.shape[1:])))
+
+
+def _last(state_BX: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The last user's state, in the precision in which it is carried."""
+    return state_BX[-1:].to(dtype or state_BX.dtype)
+
+
+def _keep(users_B: Tensor, x_LBX: Tensor) -> Tensor:
+    """Zero for all other users."""
+    return x_LBX * users_B.view(1, -1, *[1] * (x_LBX.dim() - 2)).to(x_LBX.dtype)
+
+
+def _stacked(blocks: list[BlockState]) -> dict[str, Tensor]:
+    return {name: torch.stack([block[name] for block in blocks]) for name in blocks[0]}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

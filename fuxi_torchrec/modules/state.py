@@ -1,0 +1,151 @@
+"""What is kept of users between calls: everything committed, and the last event, which still waits for its successor.
+
+An event's output depends on the time of the one after it, and so does what the deeper blocks remember of it. The last
+event is therefore kept as it came and committed only when its successor arrives.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+VERSION = 1
+_HEADER = 4  # of a byte record, int64 each: version, fingerprint, count, pending time
+
+
+@dataclass(frozen=True)
+class EncoderState:
+    """The state of B users. Made by ``FuXiLinearEncoder.init_state`` and ``append``; never changed in place.
+
+    Attributes:
+        fingerprint: of the configuration it belongs to.
+        count: (B,) int64, events seen, the pending one included.
+        pending_time: (B,) int64, time of the last event.
+        pending: (B, D), the last event's row as it enters the first block; zero without events.
+        memory: by channel, (L, B, ...): what the blocks remember of the committed events, decayed to the pending one's
+            time. The temporal part is float64.
+    """
+
+    fingerprint: int
+    count: Tensor
+    pending_time: Tensor
+    pending: Tensor
+    memory: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.count)
+
+    def map(self, change: Callable[[Tensor, int], Tensor]) -> "EncoderState":
+        """Change every tensor; ``change`` is given the tensor and the dimension that counts users."""
+        return replace(
+            self,
+            count=change(self.count, 0),
+            pending_time=change(self.pending_time, 0),
+            pending=change(self.pending, 0),
+            memory={name: change(tensor, 1) for name, tensor in self.memory.items()},
+        )
+
+    def select(self, users: Tensor | Sequence[int]) -> "EncoderState":
+        """The state of some users, in the given order."""
+        index = torch.as_tensor(users, dtype=torch.int64, device=self.count.device)
+        return self.map(lambda tensor, dim: tensor.index_select(dim, index))
+
+    def put(self, users: Tensor | Sequence[int], other: "EncoderState") -> "EncoderState":
+        """The same with some users replaced by those of ``other``."""
+        _check_same(self, other)
+        index = torch.as_tensor(users, dtype=torch.int64, device=self.count.device)
+        new = iter(other._tensors())
+        return self.map(lambda tensor, dim: tensor.index_copy(dim, index, next(new)))
+
+    @staticmethod
+    def concatenate(states: Sequence["EncoderState"]) -> "EncoderState":
+        """Several states as one, users in the given order."""
+        if not states:
+            raise ValueError("states is empty: nothing to concatenate")
+        for other in states[1:]:
+            _check_same(states[0], other)
+        parts = zip(*(state._tensors() for state in states), strict=True)
+        return states[0].map(lambda _, dim: torch.cat(next(parts), dim=dim))
+
+    def to(self, device: torch.device | str) -> "EncoderState":
+        """The same on another device."""
+        return self.map(lambda tensor, _: tensor.to(device))
+
+    def block(self, layer: int) -> dict[str, Tensor]:
+        """What one block remembers."""
+        return {name: tensor[layer] for name, tensor in self.memory.items()}
+
+    def _tensors(self) -> list[Tensor]:
+        """In the order of :meth:`map`."""
+        return [self.count, self.pending_time, self.pending, *self.memory.values()]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """Plain tensors, users first, with version and fingerprint; for torch.save or safetensors."""
+        plain = {"version": torch.tensor(VERSION), "fingerprint": torch.tensor(self.fingerprint)}
+        plain |= {"count": self.count, "pending_time": self.pending_time, "pending": self.pending}
+        return plain | {name: tensor.transpose(0, 1).contiguous() for name, tensor in self.memory.items()}
+
+    @classmethod
+    def from_dict(cls, plain: dict[str, Tensor], like: "EncoderState") -> "EncoderState":
+        """Back from :meth:`to_dict`; ``like`` is any state of the encoder, ``init_state(0)`` for one."""
+        missing = sorted({"version", "fingerprint"} - plain.keys())
+        if not missing:
+            _check_origin(int(plain["version"]), int(plain["fingerprint"]), like)
+            missing = sorted(like.to_dict().keys() - plain.keys())
+        if missing:
+            raise ValueError(f"not a state of this encoder: {', '.join(missing)} missing")
+        for name, wanted in like.to_dict().items():
+            found = plain[name]
+            if found.dtype != wanted.dtype or found.shape[1:] != wanted.shape[1:]:
+                raise ValueError(
+                    f"{name} must be {wanted.dtype} of shape (users, {', '.join(map(str, wanted.shape[1:]))}), "
+                    f"not {found.dtype} of {tuple(found.shape)}"
+                )
+        memory = {name: plain[name].transpose(0, 1).contiguous() for name in like.memory}
+        return cls(like.fingerprint, plain["count"], plain["pending_time"], plain["pending"], memory)
+
+    def to_bytes(self) -> Tensor:
+        """One record of fixed size per user: (B, record size) uint8, on the host."""
+        plain = self.to("cpu").to_dict()
+        header = torch.tensor([VERSION, self.fingerprint, 0, 0]).repeat(len(self), 1)
+        header[:, 2], header[:, 3] = plain["count"], plain["pending_time"]
+        columns = [header, *(plain[name].flatten(1) for name in ("pending", *self.memory))]
+        return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
+
+    @classmethod
+    def from_bytes(cls, records: Tensor, like: "EncoderState") -> "EncoderState":
+        """Back from :meth:`to_bytes`; ``like`` is any state of the encoder, ``init_state(0)`` for one."""
+        template = like.to_dict()
+        rows = {name: template[name] for name in ("pending", *like.memory)}
+        sizes = [tensor.element_size() * math.prod(tensor.shape[1:]) for tensor in rows.values()]
+        wanted = 8 * _HEADER + sum(sizes)
+        if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != wanted:
+            raise ValueError(
+                f"records must be uint8 of shape (users, {wanted}) for this encoder, "
+                f"not {records.dtype} of {tuple(records.shape)}"
+            )
+        header, *parts = records.cpu().split([8 * _HEADER, *sizes], dim=1)
+        numbers = header.contiguous().view(torch.int64)
+        for version, fingerprint in torch.unique(numbers[:, :2], dim=0).tolist():
+            _check_origin(version, fingerprint, like)
+        plain = dict(template, count=numbers[:, 2].clone(), pending_time=numbers[:, 3].clone())
+        for (name, tensor), part in zip(rows.items(), parts, strict=True):
+            plain[name] = part.contiguous().view(tensor.dtype).reshape(len(records), *tensor.shape[1:])
+        return cls.from_dict(plain, like)
+
+
+def _check_same(one: EncoderState, other: EncoderState) -> None:
+    if one.fingerprint != other.fingerprint:
+        raise ValueError(f"states of different configurations: fingerprints {one.fingerprint} and {other.fingerprint}")
+
+
+def _check_origin(version: int, fingerprint: int, like: EncoderState) -> None:
+    if version != VERSION:
+        raise ValueError(f"state of version {version}, this software reads version {VERSION}: encode the history again")
+    if fingerprint != like.fingerprint:
+        raise ValueError(
+            f"state of another configuration: fingerprint {fingerprint}, the encoder has {like.fingerprint}: "
+            "encode the history again"
+        )
