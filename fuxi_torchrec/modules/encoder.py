@@ -17,9 +17,10 @@ from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.sequences import Sequences, temporal_vectors
 from fuxi_torchrec.modules.state import EncoderState
 
-# Without gradients, so many events pass through all blocks at once: buffers stay small and in cache.
-TILE_EVENTS = {"cpu": 2048}
-TILE_EVENTS_ELSEWHERE = 65536
+# So many numbers, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache and
+# are used again; larger ones would be fetched from the system, page by page, every time.
+TILE_NUMBERS = {"cpu": 2**19}
+TILE_NUMBERS_ELSEWHERE = 2**23
 
 
 class FuXiLinearEncoder(nn.Module):
@@ -106,13 +107,10 @@ class FuXiLinearEncoder(nn.Module):
             return x
         sequences = Sequences(self.config, bounds, timestamps, request_timestamps, _wide(x.dtype))
         rows = self._embed(x, sequences.position_T)
-        if form == "chunkwise" and not torch.is_grad_enabled():
+        if form == "chunkwise":
             return self._tiled(rows, sequences, None)
         for block in self.layers:
-            if self.config.activation_checkpointing and torch.is_grad_enabled():
-                rows, _ = checkpoint(block, rows, sequences, form, use_reentrant=False)
-            else:
-                rows, _ = block(rows, sequences, form)
+            rows, _ = self._run(block, rows, sequences, form)
         return rows
 
     def init_state(self, batch_size: int) -> EncoderState:
@@ -250,7 +248,8 @@ class FuXiLinearEncoder(nn.Module):
             blocks: states of all users, replaced in place by those after their last rows; None if nobody wants them.
         """
         outputs, carried = [], list[BlockState]()
-        for tile in _tiles(sequences.offsets, TILE_EVENTS.get(rows.device.type, TILE_EVENTS_ELSEWHERE)):
+        numbers = TILE_NUMBERS.get(rows.device.type, TILE_NUMBERS_ELSEWHERE)
+        for tile in _tiles(sequences.offsets, max(1, numbers // self.config.dim)):
             part, before, carried = self._cut(sequences, tile), carried, []
             users = slice(tile.first_user, tile.end_user)
             x = rows[tile.first_row : tile.end_row]
@@ -260,7 +259,7 @@ class FuXiLinearEncoder(nn.Module):
                     state = {name: whole[users] for name, whole in blocks[layer].items()}
                 elif tile.goes_on:
                     state = {name: _extended(s, len(tile.offsets) - 1) for name, s in before[layer].items()}
-                x, after = block(x, part, "chunkwise", state, with_state=blocks is not None or tile.cut)
+                x, after = self._run(block, x, part, "chunkwise", state, blocks is not None or tile.cut)
                 if blocks is not None:
                     for name, whole in blocks[layer].items():
                         whole[users] = after[name]
@@ -270,6 +269,24 @@ class FuXiLinearEncoder(nn.Module):
                     )
             outputs.append(x)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _run(
+        self,
+        block: Block,
+        x: Tensor,
+        sequences: Sequences,
+        form: Form,
+        state: BlockState | None = None,
+        with_state: bool = False,
+    ) -> tuple[Tensor, BlockState]:
+        """One block; its activations are kept for the backward pass, or made again there."""
+        if self.config.activation_checkpointing and torch.is_grad_enabled():
+            again: tuple[Tensor, BlockState] = checkpoint(
+                block, x, sequences, form, state, with_state, use_reentrant=False
+            )
+            return again
+        now: tuple[Tensor, BlockState] = block(x, sequences, form, state, with_state)
+        return now
 
     def _cut(self, sequences: Sequences, tile: "_Tile") -> Sequences:
         """The part of a batch that a tile covers."""

@@ -1,0 +1,1 @@
+"""Speed and memory: each program checks its results, then prints ratios measured in one run."""
