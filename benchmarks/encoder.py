@@ -256,57 +256,41 @@ def aims(found: dict[str, Any]) -> list[Aim]:
 def report(found: dict[str, Any]) -> str:
     """The section of RESULTS.md."""
     jagged, peak = found["jagged"], found["peak"]
+
+    def cells(case: dict[str, float], form: str, *names: str) -> list[str]:
+        return [format(case[name], form) if name in case else "does not fit" for name in names]
+
+    jagged_rows = [
+        [what, *cells(jagged, ".0f", f"{key}_ms", f"{key}_padded_ms"), *cells(jagged, ".2f", f"{key}_ratio")]
+        for what, key in (("forward", "forward"), ("forward and backward", "both"))
+    ]
     length_rows = [
-        [
-            n["events"],
-            *(f"{n[k]:.1f}" for k in ("forward_us", "both_us")),
-            *(f"{n[k]:.0f}" for k in ("forward_mib", "both_mib")),
-        ]
+        [n["events"], *cells(n, ".1f", "forward_us", "both_us"), *cells(n, ".0f", "forward_mib", "both_mib")]
         for n in found["length"]
     ]
     prefill_rows = [
-        [p["events"], f"{p['ms']:.0f}", f"{p['softmax_ms']:.0f}", f"{p['ratio']:.2f}"] for p in found["prefill"]
+        [p["events"], *cells(p, ".0f", "ms", "softmax_ms"), *cells(p, ".2f", "ratio")] for p in found["prefill"]
     ]
-    decode_rows = [
-        [d["users"], f"{d['query_ms']:.2f}", f"{d['append_query_ms']:.2f}"]
-        + [
-            f"{d[k]:.1f}" if k in d else "does not fit" if k == "cache_ms" else ""
-            for k in ("cache_ms", "query_ratio", "append_query_ratio")
-        ]
-        for d in found["decode"]
-    ]
+    decode_names = ("query_ms", "append_query_ms", "cache_ms", "query_ratio", "append_query_ratio")
+    decode_rows = [[d["users"], *cells(d, ".1f", *decode_names)] for d in found["decode"]]
     parts = [
         f"`python -m benchmarks.encoder`, float32, one thread. {found['machine']}. d = {D}, {HEADS} retention heads, "
         f"{SCALES} temporal scales, kernel width {KERNEL}, preset `paper`; untested on GPUs.",
-        f"(a) {jagged['events']} events of 24 users, the longest 6,000, one block: jagged against the same ops with every user "
-        "padded to the longest.",
-        harness.table(
-            ["", "jagged, ms", "padded, ms", "ratio"],
-            [
-                [
-                    "forward",
-                    *(f"{jagged[k]:.0f}" for k in ("forward_ms", "forward_padded_ms")),
-                    f"{jagged['forward_ratio']:.2f}",
-                ],
-                [
-                    "forward and backward",
-                    *(f"{jagged[k]:.0f}" for k in ("both_ms", "both_padded_ms")),
-                    f"{jagged['both_ratio']:.2f}",
-                ],
-            ],
-        ),
+        f"(a) {jagged['events']} events of 24 users, the longest 6,000, one block: jagged against the same ops with "
+        "every user padded to the longest.",
+        harness.table(["", "jagged, ms", "padded, ms", "ratio"], jagged_rows),
         "(b) One sequence, two blocks: time per event, and what a pass adds to the process's peak memory.",
         harness.table(["events", "forward, µs", "forward and backward, µs", "forward, MiB", "both, MiB"], length_rows),
-        "(c) Prefill of one history, two blocks, against a causal softmax encoder (scaled_dot_product_attention, feed-forward "
-        "width 4d, same width and depth).",
+        "(c) Prefill of one history, two blocks, against a causal softmax encoder (scaled_dot_product_attention, "
+        "feed-forward width 4d, same width and depth).",
         harness.table(["events", "FuXi-Linear, ms", "softmax, ms", "ratio"], prefill_rows),
-        "(d) Decoding after 8,192 events, two blocks, against that encoder with a key-value cache (2 GiB for 64 users).",
+        "(d) Decoding after 8,192 events, two blocks, against that encoder with a key-value cache (32 MiB a user).",
         harness.table(
             ["users", "query, ms", "append + query, ms", "cache, ms", "query ratio", "append + query ratio"],
             decode_rows,
         ),
-        f"(e) A block's forward pass: {peak['us_per_event']:.1f} µs an event, {100 * peak['share']:.0f} % of the sgemm peak measured "
-        f"in the same run ({peak['peak_gflops']:.0f} GFLOP/s); counting the projections alone, "
+        f"(e) A block's forward pass: {peak['us_per_event']:.1f} µs an event, {100 * peak['share']:.0f} % of the sgemm "
+        f"peak measured in the same run ({peak['peak_gflops']:.0f} GFLOP/s); counting the projections alone, "
         f"{100 * peak['share_projections_only']:.0f} %.",
         "![time per event](results/encoder.png)",
     ]

@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fuxi_torchrec.modules import checks, official
 from fuxi_torchrec.modules.block import Block, BlockState
-from fuxi_torchrec.modules.channels import Form, Step
+from fuxi_torchrec.modules.channels import Channel, Form, Step
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.sequences import Sequences, temporal_vectors
 from fuxi_torchrec.modules.state import EncoderState
 
-# So many numbers, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache and
-# are used again; larger ones would be fetched from the system, page by page, every time.
+# So many numbers, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
+# and are used again; larger ones would be fetched from the system, page by page, every time.
 TILE_NUMBERS = {"cpu": 2**19}
 TILE_NUMBERS_ELSEWHERE = 2**23
 
@@ -116,10 +116,11 @@ class FuXiLinearEncoder(nn.Module):
     def init_state(self, batch_size: int) -> EncoderState:
         """The state of users without events."""
         like = self.positions.detach()
-        memory = {}
-        for name, channel in self.layers[0].channels.items():
-            shape = (len(self.blocks), batch_size, *channel.state_shape)
-            memory[name] = like.new_zeros(shape, dtype=channel.state_dtype or like.dtype)
+
+        def zeros(channel: Channel) -> Tensor:
+            return like.new_zeros(batch_size, *channel.state_shape, dtype=channel.state_dtype or like.dtype)
+
+        memory = tuple({name: zeros(channel) for name, channel in block.channels.items()} for block in self.layers)
         nothing = like.new_zeros(batch_size, dtype=torch.int64)
         pending = like.new_zeros(batch_size, self.config.dim)
         return EncoderState(self.config.fingerprint(), nothing, nothing, pending, memory)
@@ -159,8 +160,8 @@ class FuXiLinearEncoder(nn.Module):
         self._check_serving(state)
         checks.times("request_timestamps", request_timestamps, len(state), self.positions.device)
         step, rows = self._step(state, request_timestamps), state.pending
-        for layer, block in enumerate(self.layers):
-            rows, _ = block.read(rows, step, state.block(layer))
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            rows, _ = block.read(rows, step, memory)
         return rows * (state.count > 0).unsqueeze(1)
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -193,17 +194,16 @@ class FuXiLinearEncoder(nn.Module):
 
     def _append_one(self, state: EncoderState, rows: Tensor, time_B: Tensor) -> EncoderState:
         """One new event for every user: commit the pending one with its real successor, then wait with the new one."""
-        step, x, after = self._step(state, time_B), state.pending, []
-        for layer, block in enumerate(self.layers):
-            before = state.block(layer)
-            if layer + 1 < len(self.blocks):
-                x, columns = block.read(x, step, before)
+        step, x, after = self._step(state, time_B), state.pending, list[BlockState]()
+        waiting_B1 = (state.count > 0).to(rows.dtype).unsqueeze(1)
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            if len(after) + 1 < len(self.blocks):
+                x, columns = block.read(x, step, memory)
             else:  # nobody asks for the last block's output
                 _, columns = block.project(x)
-            after.append(block.write(columns, step, before))
-        # a user without a pending event has nothing to commit
-        memory = {name: _keep(state.count > 0, x_LBX) for name, x_LBX in _stacked(after).items()}
-        return replace(state, count=state.count + 1, pending=rows, pending_time=time_B, memory=memory)
+            # zero columns, of a user without a pending event, write nothing
+            after.append(block.write([rows * waiting_B1 for rows in columns], step, memory))
+        return replace(state, count=state.count + 1, pending=rows, pending_time=time_B, memory=tuple(after))
 
     def _append_many(self, state: EncoderState, rows: Tensor, at: Tensor, time_T: Tensor) -> EncoderState:
         """Commit the pending event and all new ones but the last; then wait with the last.
@@ -224,7 +224,7 @@ class FuXiLinearEncoder(nn.Module):
         new_X = users + at[user_X] + event_X - waiting_B[user_X]
         source_X = torch.where(event_X < waiting_B[user_X], user_X, new_X)
         last_B = (at[1:] - 1).clamp(min=0)
-        blocks = [{name: x.clone() for name, x in state.block(n).items()} for n in range(len(self.blocks))]
+        blocks = [{name: x.clone() for name, x in memory.items()} for memory in state.memory]
         if len(user_X):
             times = torch.cat((state.pending_time, time_T))[source_X]
             start_B = (state.count - 1).clamp(min=0)
@@ -236,7 +236,7 @@ class FuXiLinearEncoder(nn.Module):
             count=state.count + new_B,
             pending=torch.where(touched[:, None], rows[last_B], state.pending),
             pending_time=torch.where(touched, time_T[last_B], state.pending_time),
-            memory=_stacked(blocks),
+            memory=tuple(blocks),
         )
 
     def _tiled(self, rows: Tensor, sequences: Sequences, blocks: list[BlockState] | None) -> Tensor:
@@ -332,15 +332,6 @@ def _extended(first: Tensor, users: int) -> Tensor:
 def _last(state_BX: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The last user's state, in the precision in which it is carried."""
     return state_BX[-1:].to(dtype or state_BX.dtype)
-
-
-def _keep(users_B: Tensor, x_LBX: Tensor) -> Tensor:
-    """Zero for all other users."""
-    return x_LBX * users_B.view(1, -1, *[1] * (x_LBX.dim() - 2)).to(x_LBX.dtype)
-
-
-def _stacked(blocks: list[BlockState]) -> dict[str, Tensor]:
-    return {name: torch.stack([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

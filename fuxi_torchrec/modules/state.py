@@ -24,40 +24,40 @@ class EncoderState:
         count: (B,) int64, events seen, the pending one included.
         pending_time: (B,) int64, time of the last event.
         pending: (B, D), the last event's row as it enters the first block; zero without events.
-        memory: by channel, (L, B, ...): what the blocks remember of the committed events, decayed to the pending one's
-            time. The temporal part is float64.
+        memory: of each block, by channel, (B, ...): what it remembers of the committed events, decayed to the pending
+            one's time. The temporal part is float64.
     """
 
     fingerprint: int
     count: Tensor
     pending_time: Tensor
     pending: Tensor
-    memory: dict[str, Tensor]
+    memory: tuple[dict[str, Tensor], ...]
 
     def __len__(self) -> int:
         return len(self.count)
 
-    def map(self, change: Callable[[Tensor, int], Tensor]) -> "EncoderState":
-        """Change every tensor; ``change`` is given the tensor and the dimension that counts users."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> "EncoderState":
+        """Change every tensor; users are the first dimension of all."""
         return replace(
             self,
-            count=change(self.count, 0),
-            pending_time=change(self.pending_time, 0),
-            pending=change(self.pending, 0),
-            memory={name: change(tensor, 1) for name, tensor in self.memory.items()},
+            count=change(self.count),
+            pending_time=change(self.pending_time),
+            pending=change(self.pending),
+            memory=tuple({name: change(x) for name, x in block.items()} for block in self.memory),
         )
 
     def select(self, users: Tensor | Sequence[int]) -> "EncoderState":
         """The state of some users, in the given order."""
         index = torch.as_tensor(users, dtype=torch.int64, device=self.count.device)
-        return self.map(lambda tensor, dim: tensor.index_select(dim, index))
+        return self.map(lambda tensor: tensor.index_select(0, index))
 
     def put(self, users: Tensor | Sequence[int], other: "EncoderState") -> "EncoderState":
         """The same with some users replaced by those of ``other``."""
         _check_same(self, other)
         index = torch.as_tensor(users, dtype=torch.int64, device=self.count.device)
         new = iter(other._tensors())
-        return self.map(lambda tensor, dim: tensor.index_copy(dim, index, next(new)))
+        return self.map(lambda tensor: tensor.index_copy(0, index, next(new)))
 
     @staticmethod
     def concatenate(states: Sequence["EncoderState"]) -> "EncoderState":
@@ -67,25 +67,21 @@ class EncoderState:
         for other in states[1:]:
             _check_same(states[0], other)
         parts = zip(*(state._tensors() for state in states), strict=True)
-        return states[0].map(lambda _, dim: torch.cat(next(parts), dim=dim))
+        return states[0].map(lambda _: torch.cat(next(parts)))
 
     def to(self, device: torch.device | str) -> "EncoderState":
         """The same on another device."""
-        return self.map(lambda tensor, _: tensor.to(device))
-
-    def block(self, layer: int) -> dict[str, Tensor]:
-        """What one block remembers."""
-        return {name: tensor[layer] for name, tensor in self.memory.items()}
+        return self.map(lambda tensor: tensor.to(device))
 
     def _tensors(self) -> list[Tensor]:
         """In the order of :meth:`map`."""
-        return [self.count, self.pending_time, self.pending, *self.memory.values()]
+        return [self.count, self.pending_time, self.pending, *(x for block in self.memory for x in block.values())]
 
     def to_dict(self) -> dict[str, Tensor]:
         """Plain tensors, users first, with version and fingerprint; for torch.save or safetensors."""
         plain = {"version": torch.tensor(VERSION), "fingerprint": torch.tensor(self.fingerprint)}
         plain |= {"count": self.count, "pending_time": self.pending_time, "pending": self.pending}
-        return plain | {name: tensor.transpose(0, 1).contiguous() for name, tensor in self.memory.items()}
+        return plain | {name: torch.stack([block[name] for block in self.memory], dim=1) for name in self.memory[0]}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Tensor], like: "EncoderState") -> "EncoderState":
@@ -103,22 +99,22 @@ class EncoderState:
                     f"{name} must be {wanted.dtype} of shape (users, {', '.join(map(str, wanted.shape[1:]))}), "
                     f"not {found.dtype} of {tuple(found.shape)}"
                 )
-        memory = {name: plain[name].transpose(0, 1).contiguous() for name in like.memory}
-        return cls(like.fingerprint, plain["count"], plain["pending_time"], plain["pending"], memory)
+        layers = [{name: plain[name][:, n].contiguous() for name in block} for n, block in enumerate(like.memory)]
+        return cls(like.fingerprint, plain["count"], plain["pending_time"], plain["pending"], tuple(layers))
 
     def to_bytes(self) -> Tensor:
         """One record of fixed size per user: (B, record size) uint8, on the host."""
         plain = self.to("cpu").to_dict()
         header = torch.tensor([VERSION, self.fingerprint, 0, 0]).repeat(len(self), 1)
         header[:, 2], header[:, 3] = plain["count"], plain["pending_time"]
-        columns = [header, *(plain[name].flatten(1) for name in ("pending", *self.memory))]
+        columns = [header, *(plain[name].flatten(1) for name in ("pending", *self.memory[0]))]
         return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
 
     @classmethod
     def from_bytes(cls, records: Tensor, like: "EncoderState") -> "EncoderState":
         """Back from :meth:`to_bytes`; ``like`` is any state of the encoder, ``init_state(0)`` for one."""
         template = like.to_dict()
-        rows = {name: template[name] for name in ("pending", *like.memory)}
+        rows = {name: template[name] for name in ("pending", *like.memory[0])}
         sizes = [tensor.element_size() * math.prod(tensor.shape[1:]) for tensor in rows.values()]
         wanted = 8 * _HEADER + sum(sizes)
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != wanted:
