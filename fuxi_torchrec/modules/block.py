@@ -64,6 +64,10 @@ class Block(nn.Module):
         u, *columns = (self.norm(x_TD) @ self.in_proj).split(self.widths, dim=-1)
         return F.silu(u) if self.official else u, columns
 
+    def project_columns(self, x_TD: Tensor) -> Sequence[Tensor]:
+        """Each channel's columns alone, where nobody asks for the block's output."""
+        return (self.norm(x_TD) @ self.in_proj[:, self.gate_dim :]).split(self.widths[1:], dim=-1)
+
     def merge(self, x_TD: Tensor, u: Tensor, ys: Sequence[Tensor]) -> Tensor:
         """Norm and gate the channels' rows, mix them, and run the feed-forward network."""
         gated = torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u

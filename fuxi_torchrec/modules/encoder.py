@@ -200,7 +200,7 @@ class FuXiLinearEncoder(nn.Module):
             if len(after) + 1 < len(self.blocks):
                 x, columns = block.read(x, step, memory)
             else:  # nobody asks for the last block's output
-                _, columns = block.project(x)
+                columns = block.project_columns(x)
             # zero columns, of a user without a pending event, write nothing
             after.append(block.write([rows * waiting_B1 for rows in columns], step, memory))
         return replace(state, count=state.count + 1, pending=rows, pending_time=time_B, memory=tuple(after))

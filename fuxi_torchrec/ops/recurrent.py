@@ -36,7 +36,7 @@ def write(k_BHK: Tensor, v_BHV: Tensor, log_decay_H: Tensor, next_ticks_B: Tenso
     """
     dtype = state_BHKV.dtype
     decay_BH11 = powers(log_decay_H.to(dtype), next_ticks_B).T[..., None, None]
-    return torch.addcmul(state_BHKV, k_BHK.to(dtype).unsqueeze(-1), v_BHV.to(dtype).unsqueeze(-2)) * decay_BH11
+    return torch.addcmul(state_BHKV, k_BHK.to(dtype).unsqueeze(-1), v_BHV.to(dtype).unsqueeze(-2)).mul_(decay_BH11)
 
 
 def attention(
