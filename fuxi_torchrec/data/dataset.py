@@ -1,0 +1,117 @@
+"""A dataset on disk: a directory of Parquet files, ``items.parquet`` and ``dataset.json``.
+
+``dataset.json`` is written last: a directory without it is not a dataset, whatever else it holds.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.filesystem import read_bytes
+
+VERSION = 1
+INFO = "dataset.json"
+ITEMS = "items.parquet"
+USER, ITEM, TIME, TARGET = "user_id", "item", "timestamp", "target"
+TIME_UNITS = ("s", "ms", "us")
+# upper bounds of the length histogram's buckets
+BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+
+TimeUnit = Literal["s", "ms", "us"]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """One Parquet file of users."""
+
+    name: str
+    users: int
+    events: int
+
+
+@dataclass(frozen=True)
+class SideInfo:
+    """One side feature: a value per event, or a list of values per event."""
+
+    name: str
+    multiple: bool
+    cardinality: int  # largest value + 1
+    vocabulary: bool  # whether side-NAME.parquet maps raw values to these
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What ``dataset.json`` says."""
+
+    version: int
+    time_unit: TimeUnit
+    users: int
+    items: int
+    events: int
+    first_time: int
+    last_time: int
+    has_target: bool
+    sides: tuple[SideInfo, ...]
+    files: tuple[FileInfo, ...]
+    length_histogram: dict[str, int]
+    skipped_rows: dict[str, int]
+    source: dict[str, Any]
+    fingerprint: str
+
+    def to_json(self) -> str:
+        """As it is written."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, path: str) -> "DatasetInfo":
+        """Back from :meth:`to_json`; ``path`` is for messages."""
+        try:
+            plain = json.loads(text)
+            if plain["version"] != VERSION:
+                raise DataError(
+                    f"{path}: dataset of version {plain['version']}, this software reads version {VERSION}: "
+                    "prepare it again"
+                )
+            plain["files"] = tuple(FileInfo(**file) for file in plain["files"])
+            plain["sides"] = tuple(SideInfo(**side) for side in plain["sides"])
+            return DatasetInfo(**plain)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: not a dataset description: {error!r}; prepare the dataset again") from None
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A finished dataset: where it is and what it holds."""
+
+    path: str
+    info: DatasetInfo
+
+    @staticmethod
+    def open(path: str | Path) -> "Dataset":
+        """Read the description; a DataError if there is none."""
+        where = f"{str(path).rstrip('/')}/{INFO}"
+        try:
+            text = read_bytes(where).decode()
+        except DataError:
+            raise DataError(
+                f"{path}: no dataset here: {INFO} is missing or cannot be read. It is written last, so an unfinished "
+                "preparation has none: run `python -m pipelines.prepare` again"
+            ) from None
+        return Dataset(str(path).rstrip("/"), DatasetInfo.from_json(text, where))
+
+    def file(self, name: str) -> str:
+        """The path of one of its files."""
+        return f"{self.path}/{name}"
+
+
+def histogram(lengths: Any) -> dict[str, int]:
+    """Users by length, in the buckets ``<= bound``."""
+    import numpy as np
+
+    bounds = np.asarray(BUCKETS)
+    counts = np.bincount(np.searchsorted(bounds, np.asarray(lengths)), minlength=len(bounds) + 1)
+    names = [*(f"<={bound}" for bound in BUCKETS), f">{BUCKETS[-1]}"]
+    return {name: int(count) for name, count in zip(names, counts, strict=True) if count}

@@ -1,0 +1,344 @@
+"""Event logs to a dataset: DuckDB checks, filters and sorts, out of core; list rows are cut from its Arrow stream."""
+
+import contextlib
+import datetime
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.filesystem import resolve
+from fuxi_torchrec.data.sources import Source, literal, quote
+from fuxi_torchrec.data.writer import DatasetWriter, whole_users
+from fuxi_torchrec.logging import get_logger
+
+logger = get_logger(__name__)
+
+Progress = Callable[[str, int, int], None]  # what is done, events so far, events in all
+_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
+_TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
+_INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
+_BATCH = 2**17
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How to prepare, whatever the source.
+
+    Attributes:
+        memory_limit: DuckDB's, for example ``"1GB"``; what does not fit spills to disk.
+        on_bad_rows: ``error`` names the first bad rows, ``skip`` counts and leaves them out.
+        extend: an earlier dataset whose item indices are kept.
+        scratch: directory for spills; the output's parent by default.
+    """
+
+    memory_limit: str = "4GB"
+    threads: int = 2
+    on_bad_rows: Literal["error", "skip"] = "error"
+    extend: str | None = None
+    scratch: str | None = None
+
+
+def prepare(
+    source: Source, output: str | Path, options: PrepareOptions | None = None, progress: Progress | None = None
+) -> DatasetInfo:
+    """Read a source, write a dataset."""
+    options = options or PrepareOptions()
+    description = {**source.description, "files": [os.path.basename(name) for name in source.files]}
+    with DatasetWriter(output, source.time_unit, description) as writer, _connect(output, options) as connection:
+        return _Preparation(connection, source, options, writer, progress or (lambda *_: None)).run()
+
+
+@contextlib.contextmanager
+def _connect(output: str | Path, options: PrepareOptions) -> Iterator[Any]:
+    """A DuckDB on disk, in a directory that goes away with it."""
+    near = options.scratch or (str(Path(output).absolute().parent) if "://" not in str(output) else None)
+    place = tempfile.mkdtemp(prefix="prepare-", dir=near)
+    settings = {"memory_limit": options.memory_limit, "threads": options.threads, "temp_directory": place}
+    try:
+        connection = duckdb.connect(os.path.join(place, "events.duckdb"), config=settings)
+    except duckdb.Error as error:
+        shutil.rmtree(place, ignore_errors=True)
+        raise DataError(f"DuckDB cannot start with {settings}: {error}") from None
+    try:
+        yield connection
+    except duckdb.Error as error:
+        raise DataError(_without_hints(str(error))) from None
+    finally:
+        connection.close()
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _without_hints(message: str) -> str:
+    return message.split("\n\n")[0].strip()
+
+
+class _Preparation:
+    """One run: the steps in order, on one connection."""
+
+    def __init__(
+        self, connection: Any, source: Source, options: PrepareOptions, writer: DatasetWriter, progress: Progress
+    ) -> None:
+        self.connection, self.source, self.options, self.writer = connection, source, options, writer
+        self.progress = progress
+
+    def run(self) -> DatasetInfo:
+        """All steps."""
+        self.progress("reading", 0, 0)
+        time = self._check_columns()
+        self._name_columns(time)
+        skipped = self._check_rows()
+        self._filter()
+        total = self._count()
+        items = self._item_vocabulary()
+        vocabularies = self._side_vocabularies()
+        done = 0
+        for table in whole_users(self._sorted_events(vocabularies)):
+            self.writer.write(table)
+            done += table.num_rows
+            self.progress("sorting and writing", done, total)
+        return self.writer.finish(items, skipped, frozenset(vocabularies))
+
+    def _sql(self, query: str) -> Any:
+        return self.connection.execute(query)
+
+    def _row(self, query: str) -> tuple[Any, ...]:
+        """The only row of a result, which is read to its end: the connection is free again."""
+        (row,) = self._sql(query).fetchall()
+        found: tuple[Any, ...] = row
+        return found
+
+    def _value(self, query: str) -> Any:
+        return self._row(query)[0]
+
+    def _check_columns(self) -> str:
+        """The log has the columns, and a time that can be used; its SQL expression."""
+        found = {row[0]: row[1] for row in self._sql(f"DESCRIBE SELECT * FROM {self.source.reader}").fetchall()}
+        found.pop("filename", None)
+        missing = [name for name in self.source.columns if name not in found]
+        if missing:
+            raise DataError(
+                f"{self.source.files[0]}: no column {', '.join(missing)}; the columns are {', '.join(found)}"
+            )
+        self.types = found
+        if not self.source.check_time_type:
+            return self.source.time
+        name = self.source.columns[2]
+        kind = found[name]
+        if kind in _INTEGERS:
+            return f"CAST({self.source.time} AS BIGINT)"
+        if kind.startswith("TIMESTAMP") or kind == "DATE":
+            return f"CAST({_TIMESTAMP[self.source.time_unit]}({self.source.time}) AS BIGINT)"
+        example = self._sql(f"SELECT {self.source.time} FROM {self.source.reader} LIMIT 1").fetchall()
+        shown = f", for example {example[0][0]!r}" if example else ""
+        raise DataError(
+            f"{self.source.files[0]}: column {name} is {kind}{shown}: times must be integers (seconds, milliseconds or "
+            "microseconds since 1970) or timestamps. A column of mixed kinds counts as VARCHAR"
+        )
+
+    def _name_columns(self, time: str) -> None:
+        """A view with our names, and n, the order in which events were read: it decides ties."""
+        s = self.source
+        columns = [f"{s.user} AS user_id", f"{s.item} AS item_id", f"{time} AS timestamp"]
+        if s.target:
+            columns.append(f"CAST({s.target} AS FLOAT) AS target")
+        columns += [f"{quote(name)} AS {quote('side_' + name)}" for name in s.sides]
+        where = f" WHERE {s.where}" if s.where else ""
+        # Parquet is read again for each step; text is parsed once
+        kind = "VIEW" if s.reader.startswith("read_parquet") else "TABLE"
+        self._sql(
+            f"CREATE {kind} log AS SELECT {', '.join(columns)}, filename, row_number() OVER () AS n "
+            f"FROM {s.reader}{where}"
+        )
+
+    def _bad(self) -> dict[str, str]:
+        """What makes a row bad: reason to SQL condition."""
+        bad = {
+            "user is null": "user_id IS NULL",
+            "item is null": "item_id IS NULL",
+            "time is null": "timestamp IS NULL",
+            "time is negative": "timestamp < 0",
+        }
+        if self.source.target:
+            bad["target weight is null, negative or not finite"] = (
+                "target IS NULL OR target < 0 OR NOT isfinite(target)"
+            )
+        return bad
+
+    def _check_rows(self) -> dict[str, int]:
+        """Count bad rows; name the first ones, or leave them out."""
+        conditions = self._bad()
+        counts = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
+        *numbers, first, last = self._row(f"SELECT {counts}, min(timestamp), max(timestamp) FROM log")
+        self._warn_about_unit(first, last)
+        found = dict(zip(conditions, numbers, strict=True))
+        skipped = {reason: int(count) for reason, count in found.items() if count}
+        every = " OR ".join(f"({condition})" for condition in conditions.values())
+        if not skipped:
+            self._sql("CREATE VIEW events AS SELECT * EXCLUDE (filename) FROM log")
+            return {}
+        self._sql(f"CREATE VIEW events AS SELECT * EXCLUDE (filename) FROM log WHERE NOT coalesce(({every}), true)")
+        lines = [f"{count:,} rows: {reason}" for reason, count in skipped.items()]
+        if self.options.on_bad_rows == "error":
+            examples = self._first_bad_rows(every, conditions)
+            raise DataError(
+                f"bad rows: {'; '.join(lines)}. {examples}. Mend the log, or leave them out with --on-bad-rows skip"
+            )
+        logger.warning("bad rows left out: %s", "; ".join(lines))
+        return skipped
+
+    def _first_bad_rows(self, every: str, conditions: dict[str, str]) -> str:
+        """File, row and reason of the first bad rows; rows are counted from 1 within their file, after --where."""
+        case = " ".join(f"WHEN {condition} THEN {literal(reason)}" for reason, condition in conditions.items())
+        rows = self._sql(
+            f"SELECT filename, n - first + 1, CASE {case} END "
+            f"FROM (SELECT * FROM log WHERE {every} ORDER BY n LIMIT 3) "
+            "JOIN (SELECT filename, min(n) AS first FROM log GROUP BY filename) USING (filename) ORDER BY n"
+        ).fetchall()
+        return "First: " + "; ".join(f"{name} row {row}: {reason}" for name, row, reason in rows)
+
+    def _filter(self) -> None:
+        """k-core: drop users and items with too few events until none are left (or once, if the source says so)."""
+        users, items = self.source.min_user_events, self.source.min_item_events
+        if users <= 1 and items <= 1:
+            return
+        self.progress("filtering", 0, 0)
+        self._sql("CREATE TABLE kept AS SELECT * FROM events")
+        while True:
+            before = self._value("SELECT count(*) FROM kept")
+            for column, least in (("item_id", items), ("user_id", users)):
+                if least > 1:
+                    self._sql(
+                        f"DELETE FROM kept WHERE {column} IN "
+                        f"(SELECT {column} FROM kept GROUP BY {column} HAVING count(*) < {least})"
+                    )
+            if not self.source.iterate or self._value("SELECT count(*) FROM kept") == before:
+                break
+        self._sql("DROP VIEW events")
+        self._sql("CREATE VIEW events AS SELECT * FROM kept")
+
+    def _count(self) -> int:
+        total = int(self._value("SELECT count(*) FROM events"))
+        if not total:
+            raise DataError(
+                f"{self.source.files[0]}{' and others' * (len(self.source.files) > 1)}: no events"
+                + (" are left after filtering" if self.source.where or self.source.min_item_events > 1 else "")
+            )
+        return total
+
+    def _warn_about_unit(self, first: int | None, last: int | None) -> None:
+        """Years before 1990 or after 2100 mean, most likely, another unit."""
+        for value in (first, last):
+            if value is None:
+                return
+            seconds = value / _PER_SECOND[self.source.time_unit]
+            year = 1970 + seconds / 31_556_952
+            if not 1990 <= year <= 2100:
+                logger.warning(
+                    "times look wrong for the unit %r: %d would be in the year %.0f; is the unit another one?",
+                    *(self.source.time_unit, value, year),
+                )
+                return
+
+    def _item_vocabulary(self) -> int:
+        """items.parquet: index 1.. by falling count; with --extend, old indices first and new ones behind them."""
+        counts = "SELECT item_id, count(*) AS count FROM events GROUP BY item_id"
+        if self.options.extend is None:
+            self._sql(
+                "CREATE TABLE items AS SELECT item_id, "
+                f"CAST(row_number() OVER (ORDER BY count DESC, item_id) AS INTEGER) AS index, count FROM ({counts})"
+            )
+        else:
+            previous = Dataset.open(self.options.extend)
+            if previous.info.time_unit != self.source.time_unit:
+                raise DataError(
+                    f"{self.options.extend} has times in {previous.info.time_unit!r}, "
+                    f"this source in {self.source.time_unit!r}"
+                )
+            self._load("old_items", previous.file(ITEMS))
+            self._check_same_type("item_id", "old_items", previous.file(ITEMS))
+            top = self._value("SELECT coalesce(max(index), 0) FROM old_items")
+            self._sql(
+                f"CREATE TABLE items AS WITH counts AS ({counts}) "
+                "SELECT o.item_id, o.index, coalesce(c.count, 0) AS count "
+                "FROM old_items o LEFT JOIN counts c USING (item_id) UNION ALL "
+                f"SELECT item_id, CAST({top} + row_number() OVER (ORDER BY count DESC, item_id) AS INTEGER), count "
+                "FROM counts WHERE item_id NOT IN (SELECT item_id FROM old_items)"
+            )
+        table = self.connection.sql("SELECT item_id, index, count FROM items ORDER BY index").to_arrow_table()
+        self.writer.write_table(ITEMS, table)
+        return int(table.num_rows)
+
+    def _load(self, name: str, path: str) -> None:
+        filesystem, inside = resolve(path)
+        self.connection.register(f"{name}_arrow", pq.read_table(inside, filesystem=filesystem))
+        self._sql(f"CREATE TABLE {name} AS SELECT * FROM {name}_arrow")
+
+    def _check_same_type(self, column: str, old: str, path: str) -> None:
+        def kind(table: str) -> str:
+            name = self._value(f"SELECT typeof({column}) FROM {table} LIMIT 1")
+            return "integer" if name in _INTEGERS else str(name)
+
+        if kind("events") != kind(old):
+            raise DataError(
+                f"{path} has {column} as {kind(old)}, this source as {kind('events')}: they must be of one kind"
+            )
+
+    def _side_vocabularies(self) -> list[str]:
+        """Strings get a vocabulary, side-NAME.parquet, indices 1.. by falling count; integers stay as they are."""
+        coded = []
+        for name in self.source.sides:
+            column, kind = quote("side_" + name), self.types[name]
+            if kind in _INTEGERS or (kind.endswith("[]") and kind[:-2] in _INTEGERS):
+                value = f"list_min({column})" if kind.endswith("[]") else column
+                if self._value(f"SELECT count(*) FROM events WHERE {value} < 0"):
+                    raise DataError(f"side column {name} has negative values: they must be 0 or more")
+                continue
+            if kind != "VARCHAR":
+                raise DataError(f"side column {name} is {kind}: integers, lists of integers or strings can be used")
+            self._sql(
+                f"CREATE TABLE {quote('side_table_' + name)} AS SELECT value, "
+                "CAST(row_number() OVER (ORDER BY count DESC, value) AS INTEGER) AS index, count FROM "
+                f"(SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1)"
+            )
+            query = f"SELECT value, index, count FROM {quote('side_table_' + name)} ORDER BY index"
+            self.writer.write_table(f"side-{name}.parquet", self.connection.sql(query).to_arrow_table())
+            coded.append(name)
+        return coded
+
+    def _sorted_events(self, coded: list[str]) -> Iterator[pa.RecordBatch]:
+        """All events by user, time and the order in which they were read, items and strings as indices."""
+        user = (
+            "user_id"
+            if self._value("SELECT typeof(user_id) FROM events LIMIT 1") == "VARCHAR"
+            else "CAST(user_id AS BIGINT)"
+        )
+        columns = [f"{user} AS {USER}", f"items.index AS {ITEM}", f"timestamp AS {TIME}"]
+        if self.source.target:
+            columns.append(f"target AS {TARGET}")
+        joins = "JOIN items USING (item_id)"
+        for name in self.source.sides:
+            column, table = quote("side_" + name), quote("side_table_" + name)
+            if name in coded:
+                columns.append(f"coalesce({table}.index, 0) AS {quote(name)}")
+                joins += f" LEFT JOIN {table} ON {column} = {table}.value"
+            elif self.types[name].endswith("[]"):
+                columns.append(f"coalesce(CAST({column} AS BIGINT[]), []) AS {quote(name)}")
+            else:
+                columns.append(f"CAST(coalesce({column}, 0) AS BIGINT) AS {quote(name)}")
+        query = f"SELECT {', '.join(columns)} FROM events {joins} ORDER BY user_id, timestamp, n"
+        yield from self.connection.sql(query).to_arrow_reader(_BATCH)
+
+
+def as_utc(value: int, unit: str) -> str:
+    """A time for people."""
+    return datetime.datetime.fromtimestamp(value / _PER_SECOND[unit], datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,197 @@
+"""Where events come from: each source is a SQL query over files, with columns user, item, time, and what it adds.
+
+A source says what the columns mean; everything after that (checks, filters, vocabulary, sorting) is the same for all.
+"""
+
+import glob
+import os
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from fuxi_torchrec.data.dataset import TimeUnit
+from fuxi_torchrec.data.errors import DataError
+
+
+@dataclass(frozen=True)
+class Source:
+    """Event logs as SQL sees them.
+
+    Attributes:
+        files: in the order that decides ties.
+        reader: SQL table function over the files; yields the columns below and ``filename``.
+        user, item, time: column names or SQL expressions.
+        time_unit: of the time expression.
+        columns: columns that must exist.
+        where: SQL condition on the log's own columns.
+        target: SQL expression, the event's weight as a target.
+        sides: columns kept as side features.
+        min_user_events, min_item_events: iterative k-core.
+    """
+
+    files: tuple[str, ...]
+    reader: str
+    user: str
+    item: str
+    time: str
+    time_unit: TimeUnit
+    columns: tuple[str, ...]
+    where: str | None = None
+    target: str | None = None
+    sides: tuple[str, ...] = ()
+    min_user_events: int = 1
+    min_item_events: int = 1
+    iterate: bool = True
+    check_time_type: bool = False
+    description: dict[str, object] = field(default_factory=dict)
+
+
+def quote(name: str) -> str:
+    """An SQL identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def literal(text: str) -> str:
+    """An SQL string."""
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _read(files: Sequence[str], kind: str, options: str = "") -> str:
+    names = ", ".join(literal(name) for name in files)
+    return f"{kind}([{names}], filename = true{options})"
+
+
+def find_files(path: str, endings: Sequence[str]) -> list[str]:
+    """Files of a path: itself, those below a directory, or those of a glob; in sorted order."""
+    if os.path.isdir(path):
+        found = [str(p) for p in Path(path).rglob("*") if p.is_file() and p.name.endswith(tuple(endings))]
+        hint = f"no file ending in {', '.join(endings)} below it"
+    elif os.path.exists(path):
+        found, hint = [path], ""
+    else:
+        found, hint = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)], "no such file"
+    if not found:
+        raise DataError(f"{path}: {hint}")
+    return sorted(found)
+
+
+def _check_parquet(files: Sequence[str]) -> None:
+    for name in files:
+        try:
+            pq.ParquetFile(name).close()
+        except Exception as error:
+            raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
+
+
+def events(
+    path: str,
+    user_column: str,
+    item_column: str,
+    time_column: str,
+    time_unit: TimeUnit,
+    side_columns: Sequence[str] = (),
+    target_expression: str | None = None,
+    where: str | None = None,
+    min_user_events: int = 1,
+    min_item_events: int = 1,
+) -> Source:
+    """CSV or Parquet logs with named columns."""
+    files = find_files(path, (".parquet", ".csv", ".csv.gz", ".tsv"))
+    kinds = {"parquet" if name.endswith(".parquet") else "csv" for name in files}
+    if len(kinds) > 1:
+        raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
+    if kinds == {"parquet"}:
+        _check_parquet(files)
+        reader = _read(files, "read_parquet", ", union_by_name = true")
+    else:
+        for name in files:
+            if os.path.getsize(name) == 0:
+                raise DataError(f"{name}: the file is empty, not even a header")
+        reader = _read(files, "read_csv", ", header = true, union_by_name = true, sample_size = 200000")
+    return Source(
+        tuple(files),
+        reader,
+        *(quote(user_column), quote(item_column), quote(time_column)),
+        time_unit,
+        columns=(user_column, item_column, time_column, *side_columns),
+        where=where,
+        target=target_expression,
+        sides=tuple(side_columns),
+        min_user_events=min_user_events,
+        min_item_events=min_item_events,
+        check_time_type=True,
+    )
+
+
+def published_file(path: str, name: str, into: str) -> str:
+    """A file of a published data set: given itself, or in a directory, or in a zip, which is unpacked."""
+    if os.path.isdir(path):
+        found = sorted(p for p in Path(path).rglob(name) if p.is_file())
+        if found:
+            return str(found[0])
+        archives = sorted(Path(path).rglob("*.zip"))
+        if not archives:
+            raise DataError(f"{path}: no {name} below it, and no zip")
+        path = str(archives[0])
+    if not os.path.exists(path):
+        raise DataError(f"{path}: no such file or directory")
+    if not zipfile.is_zipfile(path):
+        return path
+    with zipfile.ZipFile(path) as archive:
+        members = [member for member in archive.namelist() if member.rsplit("/", 1)[-1] == name]
+        if not members:
+            raise DataError(f"{path}: no {name} in this zip")
+        return archive.extract(members[0], tempfile.mkdtemp(dir=into))
+
+
+def ml_1m(path: str, scratch: str) -> Source:
+    """MovieLens-1M's ``ratings.dat``: UserID::MovieID::Rating::Timestamp."""
+    file = published_file(path, "ratings.dat", scratch)
+    columns = "{'user': 'BIGINT', 'item': 'BIGINT', 'rating': 'BIGINT', 'time': 'BIGINT'}"
+    reader = _read([file], "read_csv", f", delim = '::', header = false, auto_detect = false, columns = {columns}")
+    return Source((file,), reader, "user", "item", "time", "s", ("user", "item", "time"))
+
+
+def ml_20m(path: str, scratch: str) -> Source:
+    """MovieLens-20M's ``ratings.csv``: userId, movieId, rating, timestamp."""
+    file = published_file(path, "ratings.csv", scratch)
+    reader = _read([file], "read_csv", ", header = true")
+    return Source((file,), reader, '"userId"', '"movieId"', '"timestamp"', "s", ("userId", "movieId", "timestamp"))
+
+
+def kuairand_27k(path: str, keep_negative: bool = False, min_item_events: int = 101) -> Source:
+    """KuaiRand-27K's standard logs, in milliseconds, without negative feedback, items of more than 100 interactions."""
+    pattern = "log_standard_*_27k_part*.csv"
+    files = sorted(str(p) for p in Path(path).rglob(pattern)) if os.path.isdir(path) else sorted(glob.glob(path))
+    if not files:
+        raise DataError(f"{path}: no {pattern} below it")
+    names = ("user_id", "video_id", "time_ms", "is_hate")
+    return Source(
+        tuple(files),
+        _read(files, "read_csv", ", header = true, union_by_name = true"),
+        *("user_id", "video_id", "time_ms"),
+        "ms",
+        names,
+        where=None if keep_negative else "is_hate = 0",
+        min_item_events=min_item_events,
+        iterate=False,
+    )
+
+
+def kuairec(path: str, scratch: str, min_events: int = 5) -> Source:
+    """KuaiRec's ``big_matrix.csv``: timestamps are seconds with a fraction, kept as milliseconds; 5-core."""
+    file = published_file(path, "big_matrix.csv", scratch)
+    names = ("user_id", "video_id", "timestamp")
+    return Source(
+        (file,),
+        _read([file], "read_csv", ", header = true"),
+        *("user_id", "video_id", "CAST(round(timestamp * 1000) AS BIGINT)"),
+        "ms",
+        names,
+        min_user_events=min_events,
+        min_item_events=min_events,
+    )

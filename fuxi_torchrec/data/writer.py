@@ -1,0 +1,216 @@
+"""Sorted events to a dataset: list rows cut from a stream of Arrow batches, one row per user.
+
+Local datasets are written aside and renamed when complete; ``dataset.json`` comes last everywhere.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fuxi_torchrec.data.dataset import (
+    INFO,
+    ITEM,
+    TARGET,
+    TIME,
+    USER,
+    VERSION,
+    DatasetInfo,
+    FileInfo,
+    SideInfo,
+    histogram,
+)
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.filesystem import exists, is_local, resolve, write_bytes
+
+ROW_GROUP_EVENTS = 2**18
+FILE_EVENTS = 2**23
+
+
+def whole_users(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Regroup a stream sorted by user into tables of whole users: about ROW_GROUP_EVENTS events, or one user."""
+    held: list[pa.Table] = []
+    held_events = 0
+    for batch in batches:
+        if not batch.num_rows:
+            continue
+        table = pa.Table.from_batches([batch])
+        begin = _last_user_begin(table)
+        if begin == 0 and held and held[-1][USER][-1] == table[USER][0]:
+            # still the user that the held part ends with
+            held.append(table)
+            held_events += table.num_rows
+            continue
+        if held and held[-1][USER][-1] != table[USER][0] and held_events >= ROW_GROUP_EVENTS:
+            yield pa.concat_tables(held).combine_chunks()
+            held, held_events = [], 0
+        if begin and held_events + begin >= ROW_GROUP_EVENTS:
+            yield pa.concat_tables([*held, table.slice(0, begin)]).combine_chunks()
+            held, held_events = [], 0
+            table = table.slice(begin)
+        held.append(table)
+        held_events += table.num_rows
+    if held:
+        yield pa.concat_tables(held).combine_chunks()
+
+
+def _last_user_begin(table: pa.Table) -> int:
+    """The row where the table's last user begins."""
+    changed = np.flatnonzero(_changes(table[USER]))
+    return int(changed[-1]) + 1 if len(changed) else 0
+
+
+def _changes(users: pa.ChunkedArray) -> np.ndarray:
+    """Whether row i + 1 is of another user than row i."""
+    array = users.combine_chunks() if isinstance(users, pa.ChunkedArray) else users
+    if len(array) < 2:
+        return np.zeros(0, dtype=bool)
+    changed: np.ndarray = pc.not_equal(array.slice(1), array.slice(0, len(array) - 1)).to_numpy(zero_copy_only=False)
+    return changed
+
+
+def list_rows(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
+    """Events to one row per user, and the users' lengths."""
+    begins = np.concatenate([[0], np.flatnonzero(_changes(table[USER])) + 1, [table.num_rows]]).astype(np.int32)
+    offsets = pa.array(begins, pa.int32())
+    columns = {USER: table[USER].combine_chunks().take(pa.array(begins[:-1]))}
+    for name in table.column_names:
+        if name != USER:
+            columns[name] = pa.ListArray.from_arrays(offsets, _single(table[name]))
+    return pa.table(columns), np.diff(begins)
+
+
+def _single(column: pa.ChunkedArray) -> pa.Array:
+    combined = column.combine_chunks()
+    return combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined
+
+
+class DatasetWriter:
+    """Writes a dataset; nothing passes for one before :meth:`finish`.
+
+    Args:
+        output: where; must not exist.
+        time_unit: of the timestamps.
+        source: how it was made, for ``dataset.json``.
+    """
+
+    def __init__(self, output: str | Path, time_unit: Any, source: dict[str, Any]) -> None:
+        self.output = str(output).rstrip("/")
+        if exists(self.output):
+            raise DataError(f"{self.output} exists already: choose another output, or delete it first")
+        self.time_unit, self.source = time_unit, source
+        self.place = f"{self.output}.unfinished-{os.getpid()}" if is_local(output) else self.output
+        if is_local(output):
+            shutil.rmtree(self.place, ignore_errors=True)
+        filesystem, inside = resolve(self.place)
+        filesystem.create_dir(inside, recursive=True)
+        self._filesystem = filesystem
+        self._files: list[FileInfo] = []
+        self._writer: pq.ParquetWriter | None = None
+        self._open: list[int] = [0, 0]  # users and events of the open file
+        self._lengths: list[np.ndarray] = []
+        self._times: list[tuple[int, int]] = []
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._cardinality: dict[str, int] = {}
+        self._schema: pa.Schema | None = None
+
+    def write(self, events: pa.Table) -> None:
+        """Add whole users: a table of events, sorted by user and time."""
+        rows, lengths = list_rows(events)
+        if self._writer is None:
+            name = f"part-{len(self._files):05d}.parquet"
+            filesystem, inside = resolve(f"{self.place}/{name}")
+            self._writer = pq.ParquetWriter(inside, rows.schema, filesystem=filesystem, compression="zstd")
+            self._schema, self._open = rows.schema, [0, 0]
+        self._writer.write_table(rows, row_group_size=max(1, len(rows)))
+        self._open[0] += len(rows)
+        self._open[1] += events.num_rows
+        self._lengths.append(lengths)
+        self._note(events, rows)
+        if self._open[1] >= FILE_EVENTS:
+            self._close_file()
+
+    def _note(self, events: pa.Table, rows: pa.Table) -> None:
+        """Keep what ``dataset.json`` says about the contents."""
+        times = _single(events[TIME]).to_numpy()
+        self._times.append((int(times.min()), int(times.max())))
+        for name in rows.column_names:
+            values = _single(rows[name])
+            while pa.types.is_list(values.type):
+                self._digest.update(np.diff(values.offsets.to_numpy()).astype(np.int64).tobytes())
+                values = values.flatten()
+            if pa.types.is_string(values.type):
+                self._digest.update("\0".join(values.to_pylist()).encode())
+            else:
+                self._digest.update(np.ascontiguousarray(values.to_numpy(zero_copy_only=False)).view(np.uint8).data)
+            if name not in (USER, ITEM, TIME, TARGET) and len(values):
+                self._cardinality[name] = max(self._cardinality.get(name, 0), pc.max(values).as_py() + 1)
+
+    def _close_file(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._files.append(FileInfo(f"part-{len(self._files):05d}.parquet", *self._open))
+            self._writer = None
+
+    def write_table(self, name: str, table: pa.Table) -> None:
+        """Add a table beside the users: a vocabulary."""
+        filesystem, inside = resolve(f"{self.place}/{name}")
+        pq.write_table(table, inside, filesystem=filesystem, compression="zstd")
+
+    def finish(self, items: int, skipped_rows: dict[str, int], vocabularies: frozenset[str]) -> DatasetInfo:
+        """Write ``dataset.json`` and put the dataset in its place."""
+        self._close_file()
+        if not self._files or self._schema is None:
+            raise DataError(f"nothing to write to {self.output}: no events are left after filtering")
+        sides = [name for name in self._schema.names if name not in (USER, ITEM, TIME, TARGET)]
+        lengths = np.concatenate(self._lengths)
+        info = DatasetInfo(
+            version=VERSION,
+            time_unit=self.time_unit,
+            users=len(lengths),
+            items=items,
+            events=int(lengths.sum()),
+            first_time=min(first for first, _ in self._times),
+            last_time=max(last for _, last in self._times),
+            has_target=TARGET in self._schema.names,
+            sides=tuple(
+                SideInfo(
+                    name,
+                    pa.types.is_list(self._schema.field(name).type.value_type),
+                    self._cardinality.get(name, 0),
+                    name in vocabularies,
+                )
+                for name in sides
+            ),
+            files=tuple(self._files),
+            length_histogram=histogram(lengths),
+            skipped_rows=skipped_rows,
+            source=self.source,
+            fingerprint=self._digest.hexdigest(),
+        )
+        write_bytes(f"{self.place}/{INFO}", info.to_json().encode())
+        if self.place != self.output:
+            if exists(self.output):
+                raise DataError(f"{self.output} appeared while this was running; the result is in {self.place}")
+            os.rename(self.place, self.output)
+        return info
+
+    def __enter__(self) -> "DatasetWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an error nothing is left behind locally; remotely there is no ``dataset.json``."""
+        if self._writer is not None:
+            self._writer.close()
+        if kind is not None and is_local(self.output):
+            shutil.rmtree(self.place, ignore_errors=True)
