@@ -71,9 +71,10 @@ class Block(nn.Module):
     def merge(self, x_TD: Tensor, u: Tensor, ys: Sequence[Tensor]) -> Tensor:
         """Norm and gate the channels' rows, mix them, and run the feed-forward network."""
         gated = torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u
-        z = torch.addmm(x_TD, self.dropout(gated), self.out_proj)
+        # not addmm: it rounds onto the residual at every step of the sum when there are one or two rows
+        z = self.dropout(gated) @ self.out_proj + x_TD
         linear, gate = (self.dropout(rms_norm(z)) @ self.ffn_in).chunk(2, dim=-1)
-        return torch.addmm(z, linear * F.silu(gate), self.ffn_out)
+        return (linear * F.silu(gate)) @ self.ffn_out + z
 
     def forward(
         self,

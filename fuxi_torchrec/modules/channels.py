@@ -4,6 +4,7 @@ All share one interface, so that a block treats them alike. The chunkwise form u
 parallel and the recurrent form put the channel in the terms of the general definition (``fuxi_torchrec.ops``).
 """
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -152,7 +153,6 @@ class TemporalChannel(Channel):
     PAPER_START = 2.1487240  # logsigmoid of it is −log(2)/2π: r_k = 2^{−1/P_k}
 
     state_dtype = torch.float64  # in float32, thousands of one-event updates would drift
-    periods_H: Tensor
     decay: Tensor | None
 
     def __init__(self, config: FuXiLinearConfig, shared: "TemporalChannel | None" = None) -> None:
@@ -162,8 +162,7 @@ class TemporalChannel(Channel):
         self.columns = config.dim
         self.state_shape = (2 * self.scales, 2, self.width)
         self.paper = config.preset == "paper"
-        periods = torch.tensor(config.temporal_periods, dtype=torch.int64)  # integers: no conversion rounds them
-        self.register_buffer("periods_H", periods, persistent=False)
+        self.theta = [2 * math.pi / period for period in config.temporal_periods]
         # in a tuple, so that it is not a submodule of this one
         self._shared: tuple[TemporalChannel, ...] = () if shared is None else (shared,)
         raw = None if shared is not None else torch.empty(self.scales)
@@ -192,8 +191,7 @@ class TemporalChannel(Channel):
         if self.decay is None:
             return self._shared[0].log_decay()
         raw = at_least_float32(self.decay)
-        theta_H = 2 * torch.pi / self.periods_H.to(torch.float64)
-        return theta_H.to(raw.dtype) * F.logsigmoid(raw)
+        return torch.tensor(self.theta, dtype=raw.dtype, device=raw.device) * F.logsigmoid(raw)
 
     def gain_and_skip(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """α and β of the sub-heads; 1 and 0 without mixing."""
@@ -282,7 +280,7 @@ class PositionalChannel(Channel):
     def write(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         kernel = at_least_float32(self.kernel)[step.position_B]
-        return torch.baddbmm(state, kernel.unsqueeze(2).to(state.dtype), rows.unsqueeze(1).to(state.dtype))
+        return torch.addcmul(state, kernel.unsqueeze(2).to(state.dtype), rows.unsqueeze(1).to(state.dtype))
 
 
 def _mix(y: Tensor, v: Tensor, gain: Tensor, skip: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ def batch(
         raise ValueError(f"x must be of shape (events, {config.dim}), not {tuple(x.shape)}")
     if not x.is_floating_point():
         raise ValueError(f"x must be of a floating dtype, not {x.dtype}")
-    if x.dtype != like.dtype and not torch.is_autocast_enabled(x.device.type):
+    if like.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"the encoder is {like.dtype}: keep it in float32 or float64 and use autocast for less")
+    if x.dtype != like.dtype and not (torch.is_autocast_enabled(x.device.type) and x.dtype.itemsize <= 4):
         raise ValueError(f"x is {x.dtype}, the encoder is {like.dtype}: convert one of them")
     if x.device != like.device:
         raise ValueError(f"x is on {x.device}, the encoder on {like.device}")

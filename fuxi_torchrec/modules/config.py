@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -55,6 +56,8 @@ class FuXiLinearConfig:
     temporal_chunk: int = _key(16, "events a chunk; changes speed, not results")
 
     def __post_init__(self) -> None:
+        if not isinstance(self.temporal_periods, Sequence):
+            raise ValueError(f"temporal_periods must be a sequence of integers, not {self.temporal_periods!r}")
         object.__setattr__(self, "temporal_periods", tuple(self.temporal_periods))
         for name in ("dim", "num_layers", "num_heads", "max_positions", "kernel_dim"):
             _check_positive(name, getattr(self, name))
@@ -64,8 +67,8 @@ class FuXiLinearConfig:
             _check_positive("ffn_dim", self.ffn_dim)
         if self.preset not in ("paper", "official"):
             raise ValueError(f"preset must be 'paper' or 'official', not {self.preset!r}")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+        if not isinstance(self.dropout, int | float) or not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         if not (self.use_retention or self.use_positional or self.use_temporal):
             raise ValueError(
                 "use_retention, use_positional and use_temporal are all off: at least one channel is needed"
@@ -84,8 +87,8 @@ class FuXiLinearConfig:
                 "(3600, 86400, 604800, 31536000) for seconds, or set use_temporal=False"
             )
         for period in self.temporal_periods:
-            if isinstance(period, bool) or not isinstance(period, int) or period < 1:
-                raise ValueError(f"temporal_periods must be positive integers, not {period!r}")
+            if isinstance(period, bool) or not isinstance(period, int) or not 1 <= period < 2**62:
+                raise ValueError(f"temporal_periods must be positive integers below 2^62, not {period!r}")
         if self.dim % (2 * self.num_scales):
             raise ValueError(
                 f"dim = {self.dim} is not divisible by 2 x {self.num_scales}: each of the {self.num_scales} "
@@ -107,6 +110,7 @@ class FuXiLinearConfig:
         skipped = {"dropout", "activation_checkpointing", "learn_temporal_decay"}
         skipped |= {"retention_chunk", "positional_chunk", "temporal_chunk"}
         plain = {k: v for k, v in dataclasses.asdict(self).items() if k not in skipped}
+        plain["ffn_dim"] = self.hidden_dim
         digest = hashlib.sha256(json.dumps([_FORMAT, plain], sort_keys=True).encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 1
 

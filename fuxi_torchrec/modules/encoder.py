@@ -1,5 +1,6 @@
 """FuXi-Linear: the encoder."""
 
+import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
@@ -48,6 +49,7 @@ class FuXiLinearEncoder(nn.Module):
     def __init__(self, config: FuXiLinearConfig) -> None:
         super().__init__()
         self.config = config
+        self.fingerprint = config.fingerprint()
         self.positions = nn.Parameter(torch.empty(config.max_positions, config.dim))
         self.blocks = nn.ModuleList([Block(config)])
         # official: one set of temporal decays, in block 0, for all blocks
@@ -104,7 +106,8 @@ class FuXiLinearEncoder(nn.Module):
         bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate)
         checks.times("request_timestamps", request_timestamps, len(bounds) - 1, x.device)
         if not len(x):
-            return x
+            # connected to every parameter: a process without events still takes part in the gradients' reduction
+            return x + sum(p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad)
         sequences = Sequences(self.config, bounds, timestamps, request_timestamps, _wide(x.dtype))
         rows = self._embed(x, sequences.position_T)
         if form == "chunkwise":
@@ -115,15 +118,16 @@ class FuXiLinearEncoder(nn.Module):
 
     def init_state(self, batch_size: int) -> EncoderState:
         """The state of users without events."""
+        if batch_size < 0:
+            raise ValueError(f"batch_size must not be negative, but is {batch_size}")
         like = self.positions.detach()
 
         def zeros(channel: Channel) -> Tensor:
             return like.new_zeros(batch_size, *channel.state_shape, dtype=channel.state_dtype or like.dtype)
 
         memory = tuple({name: zeros(channel) for name, channel in block.channels.items()} for block in self.layers)
-        nothing = like.new_zeros(batch_size, dtype=torch.int64)
-        pending = like.new_zeros(batch_size, self.config.dim)
-        return EncoderState(self.config.fingerprint(), nothing, nothing, pending, memory)
+        count, time = (like.new_zeros(batch_size, dtype=torch.int64) for _ in range(2))
+        return EncoderState(self.fingerprint, count, time, like.new_zeros(batch_size, self.config.dim), memory)
 
     @torch.no_grad()
     def append(
@@ -146,12 +150,12 @@ class FuXiLinearEncoder(nn.Module):
             return state
         sequences = Sequences(self.config, bounds, timestamps, timestamps[:0], x.dtype, state.count)
         rows = self._embed(x, sequences.position_T)
-        new_B = sequences.bounds.diff()
-        if int(new_B.max()) > 1:
+        new = [b - a for a, b in itertools.pairwise(bounds)]
+        if max(new) > 1:
             return self._append_many(state, rows, sequences.bounds, timestamps)
-        users = torch.nonzero(new_B).flatten()
-        if len(users) == len(state):
+        if min(new) == 1:
             return self._append_one(state, rows, timestamps)
+        users = [user for user, events in enumerate(new) if events]
         return state.put(users, self._append_one(state.select(users), rows, timestamps))
 
     @torch.no_grad()
@@ -173,11 +177,9 @@ class FuXiLinearEncoder(nn.Module):
     def _check_serving(self, state: EncoderState) -> None:
         if self.training and self.config.dropout:
             raise ValueError("append and query are for evaluation: call encoder.eval() first")
-        if state.fingerprint != self.config.fingerprint():
-            raise ValueError(
-                f"state is of another configuration: fingerprint {state.fingerprint}, "
-                f"the encoder has {self.config.fingerprint()}"
-            )
+        if state.fingerprint != self.fingerprint:
+            found, own = state.fingerprint, self.fingerprint
+            raise ValueError(f"state is of another configuration: fingerprint {found}, the encoder has {own}")
         if state.pending.dtype != self.positions.dtype or state.pending.device != self.positions.device:
             raise ValueError(
                 f"state is {state.pending.dtype} on {state.pending.device}, "
@@ -202,8 +204,8 @@ class FuXiLinearEncoder(nn.Module):
             else:  # nobody asks for the last block's output
                 columns = block.project_columns(x)
             # zero columns, of a user without a pending event, write nothing
-            after.append(block.write([rows * waiting_B1 for rows in columns], step, memory))
-        return replace(state, count=state.count + 1, pending=rows, pending_time=time_B, memory=tuple(after))
+            after.append(block.write([column * waiting_B1 for column in columns], step, memory))
+        return replace(state, count=state.count + 1, pending=rows, pending_time=time_B.clone(), memory=tuple(after))
 
     def _append_many(self, state: EncoderState, rows: Tensor, at: Tensor, time_T: Tensor) -> EncoderState:
         """Commit the pending event and all new ones but the last; then wait with the last.

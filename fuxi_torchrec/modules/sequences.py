@@ -61,9 +61,11 @@ class Sequences:
         return torch.tensor(self.offsets, dtype=torch.int64, device=self.device)
 
     @cached_property
-    def has_rows(self) -> Tensor:
-        """Which users have rows."""
-        return self.bounds.diff() > 0
+    def last(self) -> tuple[Tensor, Tensor]:
+        """Users with rows, and the last row of each; from the host's offsets, without waiting for the device."""
+        users = [user for user, (a, b) in enumerate(itertools.pairwise(self.offsets)) if b > a]
+        rows = [self.offsets[user + 1] - 1 for user in users]
+        return torch.tensor(users, device=self.device), torch.tensor(rows, device=self.device)
 
     @cached_property
     def position_T(self) -> Tensor:
@@ -75,9 +77,8 @@ class Sequences:
 
     def _follow(self, own_TX: Tensor, last_BX: Tensor) -> Tensor:
         """Each event's successor: the next row, or the user's own entry after the last."""
-        next_TX = own_TX.roll(-1, 0)
-        next_TX[self.bounds[1:][self.has_rows] - 1] = last_BX[self.has_rows]
-        return next_TX
+        users, rows = self.last
+        return own_TX.roll(-1, 0).index_copy_(0, rows, last_BX[users])
 
     @cached_property
     def next_time_T(self) -> Tensor:

@@ -15,7 +15,7 @@ VERSION = 1
 _HEADER = 4  # of a byte record, int64 each: version, fingerprint, count, pending time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class EncoderState:
     """The state of B users. Made by ``FuXiLinearEncoder.init_state`` and ``append``; never changed in place.
 
@@ -48,16 +48,30 @@ class EncoderState:
         )
 
     def select(self, users: Tensor | Sequence[int]) -> "EncoderState":
-        """The state of some users, in the given order."""
-        index = torch.as_tensor(users, dtype=torch.int64, device=self.count.device)
+        """The state of some users: indices in the order wanted, or a mask."""
+        index = self._index(users)
         return self.map(lambda tensor: tensor.index_select(0, index))
 
     def put(self, users: Tensor | Sequence[int], other: "EncoderState") -> "EncoderState":
         """The same with some users replaced by those of ``other``."""
         _check_same(self, other)
-        index = torch.as_tensor(users, dtype=torch.int64, device=self.count.device)
+        index = self._index(users)
+        if len(index) != len(other):
+            raise ValueError(f"users names {len(index)} users, other has {len(other)}")
         new = iter(other._tensors())
         return self.map(lambda tensor: tensor.index_copy(0, index, next(new)))
+
+    def _index(self, users: Tensor | Sequence[int]) -> Tensor:
+        index = torch.as_tensor(users, device=self.count.device)
+        if index.dtype == torch.bool and index.shape == self.count.shape:
+            return torch.nonzero(index).flatten()
+        if index.dim() != 1 or (len(index) and (index.dtype == torch.bool or index.is_floating_point())):
+            raise ValueError(
+                f"users must be indices or a mask of {len(self)} users, not {index.dtype} of {tuple(index.shape)}"
+            )
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise ValueError(f"users must be 0 to {len(self) - 1}, not {int(index.min())} to {int(index.max())}")
+        return index.long()
 
     @staticmethod
     def concatenate(states: Sequence["EncoderState"]) -> "EncoderState":
@@ -99,6 +113,9 @@ class EncoderState:
                     f"{name} must be {wanted.dtype} of shape (users, {', '.join(map(str, wanted.shape[1:]))}), "
                     f"not {found.dtype} of {tuple(found.shape)}"
                 )
+        counts = {name: len(plain[name]) for name in like.to_dict() if name not in ("version", "fingerprint")}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"tensors of different numbers of users: {counts}")
         layers = [{name: plain[name][:, n].contiguous() for name in block} for n, block in enumerate(like.memory)]
         return cls(like.fingerprint, plain["count"], plain["pending_time"], plain["pending"], tuple(layers))
 
@@ -135,6 +152,9 @@ class EncoderState:
 def _check_same(one: EncoderState, other: EncoderState) -> None:
     if one.fingerprint != other.fingerprint:
         raise ValueError(f"states of different configurations: fingerprints {one.fingerprint} and {other.fingerprint}")
+    for a, b in zip(one._tensors(), other._tensors(), strict=True):
+        if a.dtype != b.dtype or a.device != b.device:
+            raise ValueError(f"states of different kinds: {a.dtype} on {a.device} and {b.dtype} on {b.device}")
 
 
 def _check_origin(version: int, fingerprint: int, like: EncoderState) -> None:

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.ops.decay import powers
+from fuxi_torchrec.ops.precision import without_autocast
 
 
+@without_autocast
 def attention(
     q_THK: Tensor,
     k_THK: Tensor,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
 from fuxi_torchrec.ops.precision import exactly
@@ -88,6 +89,7 @@ class _Positional(torch.autograd.Function):
         return chunks.join(y_NCD.unsqueeze(1)).squeeze(1), final_BKD
 
     @staticmethod
+    @once_differentiable
     @exactly
     def backward(ctx: Any, grad_y_TD: Tensor, grad_final_BKD: Tensor | None) -> tuple[Tensor | None, ...]:
         v_TD, table_RK, gain, skip, S_NKD = ctx.saved_tensors

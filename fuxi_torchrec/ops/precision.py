@@ -27,6 +27,18 @@ def exactly(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+def without_autocast(function: F) -> F:
+    """Run a function of tensors without autocast, whatever the caller's."""
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = next(a.device.type for a in args if isinstance(a, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
 def at_least_float32(x: Tensor) -> Tensor:
     """Half precision as float32, anything wider as it is."""
     return x.float() if x.dtype in _LOW else x

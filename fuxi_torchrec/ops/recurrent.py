@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.ops.decay import powers
+from fuxi_torchrec.ops.precision import at_least_float32, without_autocast
 
 
+@without_autocast
 def read(
     q_BHK: Tensor, k_BHK: Tensor, v_BHV: Tensor, log_decay_H: Tensor, query_ticks_B: Tensor, state_BHKV: Tensor
 ) -> Tensor:
@@ -19,12 +21,13 @@ def read(
         query_ticks_B: int64, query clock minus key clock of the event.
         state_BHKV: the state before the event; may be of higher precision than the rest.
     """
-    dtype = state_BHKV.dtype
+    v_BHV, dtype = at_least_float32(v_BHV), state_BHKV.dtype
     past_BHV = (q_BHK.to(dtype).unsqueeze(-2) @ state_BHKV).squeeze(-2).to(v_BHV.dtype)
     own_BHV = (q_BHK * k_BHK).sum(-1, keepdim=True) * v_BHV
     return (past_BHV + own_BHV) * powers(log_decay_H, query_ticks_B).T[..., None]
 
 
+@without_autocast
 def write(k_BHK: Tensor, v_BHV: Tensor, log_decay_H: Tensor, next_ticks_B: Tensor, state_BHKV: Tensor) -> Tensor:
     """The state after an event, decayed to the next one: ``S' = r^{next − key} (S + kᵀv)``, in the state's precision.
 
@@ -39,6 +42,7 @@ def write(k_BHK: Tensor, v_BHV: Tensor, log_decay_H: Tensor, next_ticks_B: Tenso
     return torch.addcmul(state_BHKV, k_BHK.to(dtype).unsqueeze(-1), v_BHV.to(dtype).unsqueeze(-2)).mul_(decay_BH11)
 
 
+@without_autocast
 def attention(
     q_THK: Tensor,
     k_THK: Tensor,

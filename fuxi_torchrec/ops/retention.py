@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
 from fuxi_torchrec.ops.decay import powers
@@ -71,6 +72,7 @@ class _Retention(torch.autograd.Function):
         return chunks.join(y_NHCV), final_BHKV
 
     @staticmethod
+    @once_differentiable
     @exactly
     def backward(ctx: Any, grad_y_THV: Tensor, grad_final_BHKV: Tensor | None) -> tuple[Tensor | None, ...]:
         q_THK, k_THK, v_THV, log_decay_H, S_NHKV = ctx.saved_tensors

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
 from fuxi_torchrec.ops.decay import LOWEST_EXPONENT, powers
@@ -129,6 +130,7 @@ class _Temporal(torch.autograd.Function):
         return chunks.join(y_NGCV), final_BGKV
 
     @staticmethod
+    @once_differentiable
     @exactly
     def backward(ctx: Any, grad_y_TGV: Tensor, grad_final_BGKV: Tensor | None) -> tuple[Tensor | None, ...]:
         v_TGV, log_decay_H, gain_G, skip_G, S_NGKV = ctx.saved_tensors

@@ -240,7 +240,14 @@ batch.x.requires_grad_()
 with torch.autocast("cpu", dtype=torch.bfloat16):
     y = encoder(*batch.inputs)
     y.float().square().mean().backward()
+    for form in ("parallel", "recurrent"):
+        encoder(*batch.inputs, form=form)
+    x, times = batch.x.detach(), batch.timestamps
+    state = encoder.append(encoder.init_state(2), x, batch.offsets, times)
+    state = encoder.append(state, x[:2], torch.tensor([0, 1, 2]), times[-2:] + 10**6)
+    encoder.query(state, batch.request)
 assert set(states) == {torch.float32}, states
+assert {x.dtype for block in state.memory for x in block.values()} == {torch.float32, torch.float64}
 assert torch.isfinite(batch.x.grad).all()
 error = float((y.float() - exact).norm() / exact.norm())
 assert error < 0.02, error
@@ -248,6 +255,29 @@ assert error < 0.02, error
     environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
+
+
+def sum_gradients_with_an_empty_rank():
+    encoder = make_encoder(torch.float32)
+    wrapped = torch.nn.parallel.DistributedDataParallel(encoder)
+    batch = make_batch([0, 0] if torch.distributed.get_rank() else [3, 5], dtype=torch.float32)
+    wrapped(*batch.inputs).sum().backward()
+    return float(encoder.positions.grad.abs().sum())
+
+
+def test_a_process_without_events_takes_part_in_the_reduction(workers):
+    first, second = workers(2).run(sum_gradients_with_an_empty_rank)
+    assert first == second > 0
+
+
+def test_an_encoder_made_on_the_meta_device_can_be_brought_to_life():
+    encoder = make_encoder()
+    with torch.device("meta"):
+        other = FuXiLinearEncoder(encoder.config)
+    other = other.to_empty(device="cpu").double()
+    other.load_state_dict(encoder.state_dict())
+    batch = make_batch([5, 2])
+    torch.testing.assert_close(other(*batch.inputs), encoder(*batch.inputs))
 
 
 def test_the_encoder_runs_with_torch_alone():

@@ -156,10 +156,51 @@ def test_states_of_other_configurations_and_versions_are_refused():
     plain = dict(state.to_dict(), pending=torch.zeros(2, 16))
     with pytest.raises(ValueError, match=r"pending must be torch.float64 of shape \(users, 16\), not torch.float32"):
         EncoderState.from_dict(plain, encoder.init_state(0))
+    with pytest.raises(ValueError, match=r"states of different kinds: torch.float64 on cpu and torch.float32 on cpu"):
+        EncoderState.concatenate([state, make_encoder(torch.float32).init_state(1)])
+    with pytest.raises(ValueError, match="tensors of different numbers of users"):
+        EncoderState.from_dict(dict(state.to_dict(), count=torch.zeros(3, dtype=torch.int64)), encoder.init_state(0))
+    with pytest.raises(ValueError, match="batch_size must not be negative, but is -1"):
+        encoder.init_state(-1)
     with pytest.raises(ValueError, match="states is empty"):
         EncoderState.concatenate([])
     with pytest.raises(ValueError, match=r"state is torch.float64 on cpu, the encoder torch.float32"):
         make_encoder(torch.float32).query(state, now)
+
+
+def test_users_are_named_by_index_or_mask():
+    encoder, batch = make_encoder(), make_batch([1, 2, 3])
+    state = append_in_cuts(encoder, batch, [])
+    assert state.select(state.count > 1).count.tolist() == [2, 3]
+    assert state.select([]).count.tolist() == []
+    with pytest.raises(ValueError, match=r"users must be 0 to 2, not -1 to 3"):
+        state.select([3, -1])
+    with pytest.raises(ValueError, match=r"users must be indices or a mask of 3 users, not torch.float32"):
+        state.select(torch.tensor([1.0]))
+    with pytest.raises(ValueError, match=r"users must be indices or a mask of 3 users, not torch.bool"):
+        state.select(torch.tensor([True]))
+    with pytest.raises(ValueError, match="users names 1 users, other has 3"):
+        state.put([0], state)
+
+
+def test_states_own_their_tensors():
+    encoder, batch = make_encoder(), make_batch([1, 1])
+    state = encoder.append(encoder.init_state(2), batch.x, batch.offsets, batch.timestamps)
+    before = state.pending_time.clone()
+    batch.timestamps += 1000
+    assert torch.equal(state.pending_time, before)
+    empty = encoder.init_state(2)
+    assert empty.count.data_ptr() != empty.pending_time.data_ptr()
+
+
+def test_a_query_of_one_user_is_as_exact_as_one_of_many():
+    """One row takes another path through the matrix library than many."""
+    shape = {"dim": 256, "num_layers": 4, "num_heads": 4, "max_positions": 512, "kernel_dim": 32, "ffn_dim": 256}
+    encoder = make_encoder(torch.float32, **shape, temporal_periods=(3_600, 86_400, 604_800, 31_536_000))
+    encoder.reset_parameters()
+    batch = make_batch([300], dim=256, dtype=torch.float32)
+    state = append_in_cuts(encoder, batch, [3, 5, 1])
+    torch.testing.assert_close(encoder.query(state, batch.request), last_rows(encoder, batch), rtol=0, atol=1e-5)
 
 
 def test_speed_settings_do_not_change_the_fingerprint():
@@ -171,7 +212,7 @@ def test_speed_settings_do_not_change_the_fingerprint():
     assert dataclasses.replace(config, preset="official").fingerprint() != config.fingerprint()
 
 
-@pytest.mark.parametrize(("trained", "n"), [(False, 20_000), (True, 5_000)], ids=["as initialised", "away from it"])
+@pytest.mark.parametrize(("trained", "n"), [(False, 20_000), (True, 8_000)], ids=["as initialised", "away from it"])
 def test_thousands_of_one_event_appends_stay_with_the_forward_pass(trained, n):
     shape = {"dim": 32, "num_layers": 2, "num_heads": 4, "max_positions": 16_384, "kernel_dim": 16, "ffn_dim": 32}
     shape |= {"temporal_periods": (3_600, 86_400, 604_800, 31_536_000)}
@@ -180,8 +221,6 @@ def test_thousands_of_one_event_appends_stay_with_the_forward_pass(trained, n):
     if not trained:
         encoder.reset_parameters()
     batch = make_batch([n], dim=32, dtype=torch.float32, gaps=[0, 1, 60, 600, 4_000, 90_000])
-    if trained:
-        batch.x *= 0.2  # rows of a trained table are small
     state = encoder.init_state(1)
     one = torch.tensor([0, 1])
     for i in range(n):

@@ -1,0 +1,248 @@
+"""Batches of events as plain tensors."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fuxi_torchrec.data.reader import Block, Reader
+from fuxi_torchrec.data.schedule import Position, Schedule
+from fuxi_torchrec.data.splits import Part, Split
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SideFeature:
+    """One value per event, or, with lengths, a list per event."""
+
+    values: Tensor
+    lengths: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class EventBatch:
+    """Sequences of B users, T events in all, one after another.
+
+    Attributes:
+        items: (T,) dense indices of the input events; 0 is unknown.
+        targets: (T,) index of the event after each; of weight 0 where it is not to be predicted.
+        target_weights: (T,) float32.
+        timestamps: (T,) int64 times of the input events.
+        request_timestamps: (B,) int64, the time of the event after each sequence's last: when the model is asked.
+        offsets: (B + 1,) int64.
+        sides: side features of the input events.
+        users: (B,) rows of the users in the dataset.
+        end: where training stands after this batch; None outside training.
+        ends_step: whether the step is complete with this micro-batch.
+    """
+
+    items: Tensor
+    targets: Tensor
+    target_weights: Tensor
+    timestamps: Tensor
+    request_timestamps: Tensor
+    offsets: Tensor
+    users: Tensor
+    sides: dict[str, SideFeature] = field(default_factory=dict)
+    end: Position | None = None
+    ends_step: bool = True
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+    @property
+    def events(self) -> int:
+        """Input events."""
+        return len(self.items)
+
+
+@dataclass(frozen=True)
+class Items:
+    """Which items a run knows; all others are index 0, in the data layer.
+
+    Args:
+        known: (items + 1,) whether the run's training split has the item; entry 0 is False.
+        oov_rate: share of input items replaced by 0 in training, so that its row is trained.
+        seed: decides which.
+    """
+
+    known: NDArray[np.bool_]
+    oov_rate: float = 0.0
+    seed: int = 0
+
+    def inputs(self, items: Ints, draw: NDArray[np.uint64] | None) -> Ints:
+        """Input indices as the model sees them; ``draw`` is a random number per event, None outside training."""
+        seen = np.where(self.known[items], items, 0)
+        if draw is None or self.oov_rate == 0:
+            return seen
+        return np.where(draw < np.uint64(self.oov_rate * 2.0**64), 0, seen)
+
+
+def mix(*parts: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A hash of numbers, elementwise: random draws that depend on what they are for and on nothing else."""
+    with np.errstate(over="ignore"):
+        state = np.uint64(0x9E3779B97F4A7C15) * np.ones(1, np.uint64)
+        for part in parts:
+            state = state ^ np.asarray(part, dtype=np.uint64)
+            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            state = state ^ (state >> np.uint64(31)) ^ np.uint64(0x9E3779B97F4A7C15)
+    return state
+
+
+class BatchMaker:
+    """Sequences of a dataset to batches.
+
+    Args:
+        reader: the dataset.
+        split: what is for training and what for evaluation.
+        items: which items the run knows.
+    """
+
+    def __init__(self, reader: Reader, split: Split, items: Items) -> None:
+        self.reader, self.split, self.items = reader, split, items
+
+    def training(
+        self, schedule: Schedule, chosen: Ints, epoch: int, end: Position | None = None, ends_step: bool = True
+    ) -> EventBatch:
+        """A batch of training sequences: next item at every position."""
+        plan = schedule.plan
+        order = np.sort(chosen)  # by row, and so by block
+        user, window = schedule.sequences.user[order], schedule.sequences.window[order]
+        pieces = []
+        for number, block, rows, part in self._blocks(user):
+            train_end = self.split.bounds(block.offsets, block.times, block.weights).train_end[rows]
+            inputs = np.maximum(train_end - 1, 0)  # the last one is only a target
+            if plan.cut == "recent":
+                begin, stop = np.maximum(inputs - plan.max_length, 0), inputs
+            else:
+                begin = np.minimum(window[part] * plan.max_length, inputs)
+                stop = np.minimum(begin + plan.max_length, inputs)
+            pieces.append(_Piece(number, block, rows, begin, stop, user[part]))
+        return self._join(pieces, epoch, end, ends_step)
+
+    def evaluation(self, users: Ints, part: Part, max_length: int) -> EventBatch:
+        """The last events before each user's target; the target stands at the last position, all other weights are 0.
+
+        Users without a target are left out.
+        """
+        pieces = []
+        order = np.sort(users)
+        for number, block, rows, chosen in self._blocks(order):
+            target = self.split.bounds(block.offsets, block.times, block.weights).target(part)[rows]
+            has = target >= 1
+            begin = np.maximum(target[has] - max_length, 0)
+            pieces.append(_Piece(number, block, rows[has], begin, target[has], order[chosen][has]))
+        return _only_last_targets(self._join(pieces, None, None, True))
+
+    def item_counts(self) -> Ints:
+        """Events of each item in the training split: (items + 1,)."""
+        counts = np.zeros(self.reader.dataset.info.items + 1, np.int64)
+        for number in range(len(self.reader.groups)):
+            block = self.reader.block(number)
+            train_end = self.split.bounds(block.offsets, block.times, block.weights).train_end
+            index = _ranges(block.offsets[:-1], block.offsets[:-1] + train_end)
+            counts += np.bincount(block.items[index], minlength=len(counts))
+        return counts
+
+    def _blocks(self, users: Ints) -> "list[tuple[int, Block, Ints, slice]]":
+        """Of sorted users: each block, its rows, and their place among the users."""
+        numbers = np.searchsorted(self.reader.first_user, users, side="right") - 1
+        found = []
+        for number in np.unique(numbers).tolist():
+            a, b = np.searchsorted(numbers, [number, number + 1]).tolist()
+            rows = users[a:b] - self.reader.first_user[number]
+            found.append((number, self.reader.block(number), rows, slice(a, b)))
+        return found
+
+    def _join(self, pieces: "list[_Piece]", epoch: int | None, end: Position | None, ends_step: bool) -> EventBatch:
+        pieces = [piece.without_empty() for piece in pieces]
+        pieces = [piece for piece in pieces if len(piece.rows)]
+        none = np.zeros(0, np.int64)
+        items, targets, weights, times, requests, lengths, users = ([none] for _ in range(7))
+        sides: dict[str, list[tuple[Ints, Ints | None]]] = {name: [] for name in self.reader.sides}
+        for piece in pieces:
+            block = piece.block
+            first = block.offsets[piece.rows]
+            index = _ranges(first + piece.begin, first + piece.stop)
+            draw = None
+            if epoch is not None and self.items.oov_rate:
+                row = np.repeat(piece.users, piece.stop - piece.begin).astype(np.uint64)
+                position = (index - np.repeat(first, piece.stop - piece.begin)).astype(np.uint64)
+                draw = mix(self.items.seed, epoch, row, position)
+            items.append(self.items.inputs(block.items[index], draw))
+            goal = np.where(self.items.known[block.items[index + 1]], block.items[index + 1], 0)
+            targets.append(goal)
+            weight = np.ones(len(index), np.float32) if block.weights is None else block.weights[index + 1]
+            weights.append(np.where(goal > 0, weight, 0))
+            times.append(block.times[index])
+            requests.append(block.times[first + piece.stop])
+            lengths.append(piece.stop - piece.begin)
+            users.append(piece.users)
+            for name, parts in sides.items():
+                side = block.sides[name]
+                if side.offsets is None:
+                    parts.append((side.values[index], None))
+                else:
+                    inner = _ranges(side.offsets[index], side.offsets[index + 1])
+                    parts.append((side.values[inner], np.diff(side.offsets)[index]))
+        return EventBatch(
+            items=_tensor(items),
+            targets=_tensor(targets),
+            target_weights=torch.from_numpy(np.concatenate(weights).astype(np.float32)),
+            timestamps=_tensor(times),
+            request_timestamps=_tensor(requests),
+            offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)),
+            users=_tensor(users),
+            sides={name: _side(parts, self._is_multiple(name)) for name, parts in sides.items()},
+            end=end,
+            ends_step=ends_step,
+        )
+
+    def _is_multiple(self, name: str) -> bool:
+        return next(side.multiple for side in self.reader.dataset.info.sides if side.name == name)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Events begin .. stop − 1 of some rows of a block."""
+
+    number: int
+    block: Block
+    rows: Ints
+    begin: Ints
+    stop: Ints
+    users: Ints
+
+    def without_empty(self) -> "_Piece":
+        keep = self.stop > self.begin
+        return _Piece(self.number, self.block, self.rows[keep], self.begin[keep], self.stop[keep], self.users[keep])
+
+
+def _ranges(begin: Ints, stop: Ints) -> Ints:
+    """begin[0] .. stop[0] − 1, begin[1] .. stop[1] − 1, and so on."""
+    lengths = stop - begin
+    total = np.cumsum(lengths)
+    return np.arange(total[-1] if len(total) else 0) + np.repeat(begin - total + lengths, lengths)
+
+
+def _tensor(parts: list[Ints]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
+
+
+def _side(parts: list[tuple[Ints, Ints | None]], multiple: bool) -> SideFeature:
+    none = np.zeros(0, np.int64)
+    values = _tensor([none, *(values for values, _ in parts)])
+    lengths = [lengths for _, lengths in parts if lengths is not None]
+    return SideFeature(values, _tensor([none, *lengths]) if multiple else None)
+
+
+def _only_last_targets(batch: EventBatch) -> EventBatch:
+    last = batch.offsets[1:] - 1
+    weights = torch.zeros_like(batch.target_weights)
+    weights[last] = (batch.targets[last] > 0).float()
+    batch.target_weights.copy_(weights)
+    return batch

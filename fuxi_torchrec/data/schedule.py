@@ -1,0 +1,188 @@
+"""Which part of which user is trained in which step: a pure function of lengths, seed, epoch and step.
+
+The users are cut into streams of about equal cost, each a range of rows. A step gives every stream its share of the
+budget as credit; a stream emits while it has credit, and what its last sequence costs too much is a debt that it
+carries. So the step of a sequence follows from what comes before it in its stream, and nothing depends on the number of
+processes: they only divide the streams among them. A position in the data is an epoch and a step.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Cut = Literal["recent", "windows"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where training stands: the next step of an epoch."""
+
+    epoch: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a dataset becomes batches; part of a run's identity.
+
+    Attributes:
+        max_length: input events of a sequence, at most.
+        cut: ``recent`` keeps the last max_length events; with ``windows``, each max_length events are a sequence.
+        batch_tokens: input events of a global batch, about; or
+        batch_users: sequences of a global batch.
+        num_streams: at least the number of processes.
+        shuffle_blocks: blocks whose sequences are mixed with each other.
+        seed: of the order.
+    """
+
+    max_length: int
+    cut: Cut = "recent"
+    batch_tokens: int | None = None
+    batch_users: int | None = None
+    num_streams: int = 16
+    shuffle_blocks: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.batch_tokens is None) == (self.batch_users is None):
+            raise ValueError("give one of batch_tokens and batch_users, not both and not neither")
+        for name in ("max_length", "batch_tokens", "batch_users", "num_streams", "shuffle_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.cut not in ("recent", "windows"):
+            raise ValueError(f"cut must be 'recent' or 'windows', not {self.cut!r}")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Parts of users: window ``window`` of the user in row ``user``, of about ``cost`` events."""
+
+    user: Ints
+    window: Ints
+    cost: Ints
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+    def __getitem__(self, index: Ints | slice) -> "Sequences":
+        return Sequences(self.user[index], self.window[index], self.cost[index])
+
+
+def sequences_of(lengths: Ints, plan: Plan) -> Sequences:
+    """All sequences of users of these lengths; a user of one event has nothing to predict and no sequence."""
+    inputs = np.maximum(lengths - 1, 0)
+    users = np.arange(len(lengths))
+    if plan.cut == "recent":
+        keep = inputs > 0
+        return Sequences(users[keep], np.zeros(int(keep.sum()), np.int64), np.minimum(inputs, plan.max_length)[keep])
+    windows = -(-inputs // plan.max_length)
+    user = np.repeat(users, windows)
+    window = np.arange(len(user)) - np.repeat(np.cumsum(windows) - windows, windows)
+    return Sequences(user, window, np.minimum(inputs[user] - window * plan.max_length, plan.max_length))
+
+
+def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
+    """The streams a process owns: a range, so that it reads neighbouring rows."""
+    if world_size > num_streams:
+        raise ValueError(
+            f"{world_size} processes need at least as many streams, there are {num_streams}: raise num_streams"
+        )
+    return range(num_streams * rank // world_size, num_streams * (rank + 1) // world_size)
+
+
+class Schedule:
+    """The steps of a dataset.
+
+    Args:
+        lengths: events of each user, in row order.
+        block_of_user: the block (row group) that holds each user; never decreases.
+        plan: how to batch.
+    """
+
+    def __init__(self, lengths: Ints, block_of_user: Ints, plan: Plan) -> None:
+        self.plan = plan
+        self.sequences = sequences_of(lengths, plan)
+        self.block = block_of_user[self.sequences.user]
+        cost = self.sequences.cost if plan.batch_tokens is not None else np.ones(len(self.sequences), np.int64)
+        self._charge = cost
+        # streams are ranges of sequences with about equal charge, cut between users
+        total = np.concatenate([[0], np.cumsum(cost)])
+        wanted = total[-1] * np.arange(plan.num_streams + 1) / plan.num_streams
+        edges = np.searchsorted(total, wanted)
+        edges[0], edges[-1] = 0, len(cost)
+        edges = np.maximum.accumulate(edges)
+        for number in range(1, plan.num_streams):  # a user's windows stay in one stream
+            while (
+                0 < edges[number] < len(cost)
+                and self.sequences.user[edges[number]] == self.sequences.user[edges[number] - 1]
+            ):
+                edges[number] += 1
+        self._edges = np.maximum.accumulate(edges)
+        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+
+    def steps(self, epoch: int) -> int:
+        """Steps of an epoch, the same for every process."""
+        return max((int(steps[-1]) + 1 for _, steps in self._epoch(epoch) if len(steps)), default=0)
+
+    def stream(self, epoch: int, step: int, stream: int) -> Ints:
+        """The sequences (indices into ``sequences``) that a stream emits in a step."""
+        order, steps = self._epoch(epoch)[stream]
+        a, b = np.searchsorted(steps, [step, step + 1])
+        return order[a:b]
+
+    def batch(self, epoch: int, step: int, rank: int = 0, world_size: int = 1) -> Ints:
+        """The sequences that a process trains in a step."""
+        own = streams_of_rank(rank, world_size, self.plan.num_streams)
+        return np.concatenate([self.stream(epoch, step, stream) for stream in own])
+
+    def micro_batches(self, epoch: int, step: int, rank: int, world_size: int, max_tokens: int | None) -> list[Ints]:
+        """A process's batch in parts of at most ``max_tokens`` events (or one sequence), as many as every other's.
+
+        Every process computes the parts of all, so that they agree without talking; those with fewer get empty ones.
+        """
+        parts = [self._parts(self.batch(epoch, step, r, world_size), max_tokens) for r in range(world_size)]
+        most = max(map(len, parts))
+        nothing = np.zeros(0, np.int64)
+        return parts[rank] + [nothing] * (most - len(parts[rank]))
+
+    def _parts(self, batch: Ints, max_tokens: int | None) -> list[Ints]:
+        if max_tokens is None or not len(batch):
+            return [batch]
+        parts: list[list[int]] = [[]]
+        room = max_tokens
+        for index, cost in zip(batch.tolist(), self.sequences.cost[batch].tolist(), strict=True):
+            if cost > room and parts[-1]:
+                parts.append([])
+                room = max_tokens
+            parts[-1].append(index)
+            room -= cost
+        return [np.asarray(part, np.int64) for part in parts]
+
+    def _make_epoch(self, epoch: int) -> list[tuple[Ints, Ints]]:
+        """Of each stream: its sequences in order, and the step of each."""
+        plan = self.plan
+        budget = plan.batch_tokens if plan.batch_tokens is not None else plan.batch_users
+        assert budget is not None
+        found = []
+        for stream in range(plan.num_streams):
+            order = self._order(stream, epoch)
+            charge = self._charge[order]
+            spent_before = np.cumsum(charge) - charge
+            # emitted in the first step t for which the credit t · budget / streams exceeds what was spent before
+            steps = spent_before * plan.num_streams // budget
+            found.append((order, steps))
+        return found
+
+    def _order(self, stream: int, epoch: int) -> Ints:
+        """A stream's sequences, shuffled in bounded memory: blocks change places, then neighbours among them mix."""
+        a, b = int(self._edges[stream]), int(self._edges[stream + 1])
+        generator = np.random.default_rng([self.plan.seed, epoch, stream])
+        blocks = np.unique(self.block[a:b])
+        place = generator.permutation(len(blocks))
+        group = place[np.searchsorted(blocks, self.block[a:b])] // self.plan.shuffle_blocks
+        return a + np.lexsort((generator.random(b - a), group))
