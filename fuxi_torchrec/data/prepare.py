@@ -1,6 +1,7 @@
 """Event logs to a dataset: DuckDB checks, filters and sorts, out of core; list rows are cut from its Arrow stream."""
 
 import contextlib
+import dataclasses
 import datetime
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -18,6 +20,7 @@ from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset,
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import resolve
 from fuxi_torchrec.data.sources import Source, literal, quote
+from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import DatasetWriter, whole_users
 from fuxi_torchrec.logging import get_logger
 
@@ -337,6 +340,27 @@ class _Preparation:
                 columns.append(f"CAST(coalesce({column}, 0) AS BIGINT) AS {quote(name)}")
         query = f"SELECT {', '.join(columns)} FROM events {joins} ORDER BY user_id, timestamp, n"
         yield from self.connection.sql(query).to_arrow_reader(_BATCH)
+
+
+def prepare_synthetic(config: SyntheticConfig, output: str | Path, progress: Progress | None = None) -> DatasetInfo:
+    """The generator's histories as a dataset; users and items keep their numbers as raw ids."""
+    report = progress or (lambda *_: None)
+    counts = np.zeros(config.items, np.int64)
+    for block in generate(config):
+        counts += np.bincount(block.item, minlength=config.items)
+    # as everywhere: index 1.. by falling count, then by id; items that never occur have no index
+    order = np.lexsort((np.arange(config.items), -counts))[: int((counts > 0).sum())]
+    index = np.zeros(config.items, np.int32)
+    index[order] = np.arange(1, len(order) + 1)
+    total, done = int(counts.sum()), 0
+    with DatasetWriter(output, "s", {"synthetic": dataclasses.asdict(config)}) as writer:
+        for block in generate(config):
+            writer.write(pa.table({USER: block.user, ITEM: index[block.item], TIME: block.timestamp}))
+            done += len(block.user)
+            report("generating", done, total)
+        table = {"item_id": order, "index": np.arange(1, len(order) + 1, dtype=np.int32), "count": counts[order]}
+        writer.write_table(ITEMS, pa.table(table))
+        return writer.finish(len(order), {}, frozenset())
 
 
 def as_utc(value: int, unit: str) -> str:

@@ -7,7 +7,6 @@ processes: they only divide the streams among them. A position in the data is an
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -123,7 +122,7 @@ class Schedule:
             ):
                 edges[number] += 1
         self._edges = np.maximum.accumulate(edges)
-        self._epoch = lru_cache(maxsize=2)(self._make_epoch)
+        self._kept: dict[int, list[tuple[Ints, Ints]]] = {}
 
     def steps(self, epoch: int) -> int:
         """Steps of an epoch, the same for every process."""
@@ -134,6 +133,10 @@ class Schedule:
         order, steps = self._epoch(epoch)[stream]
         a, b = np.searchsorted(steps, [step, step + 1])
         return order[a:b]
+
+    def all_of(self, epoch: int, stream: int) -> Ints:
+        """All sequences of a stream, in the epoch's order."""
+        return self._epoch(epoch)[stream][0]
 
     def batch(self, epoch: int, step: int, rank: int = 0, world_size: int = 1) -> Ints:
         """The sequences that a process trains in a step."""
@@ -163,8 +166,13 @@ class Schedule:
             room -= cost
         return [np.asarray(part, np.int64) for part in parts]
 
+    def _epoch(self, epoch: int) -> list[tuple[Ints, Ints]]:
+        """Of each stream: its sequences in order, and the step of each; the last epoch asked for is kept."""
+        if epoch not in self._kept:
+            self._kept = {epoch: self._make_epoch(epoch)}
+        return self._kept[epoch]
+
     def _make_epoch(self, epoch: int) -> list[tuple[Ints, Ints]]:
-        """Of each stream: its sequences in order, and the step of each."""
         plan = self.plan
         budget = plan.batch_tokens if plan.batch_tokens is not None else plan.batch_users
         assert budget is not None

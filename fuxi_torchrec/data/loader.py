@@ -1,0 +1,91 @@
+"""Training batches of one process, from any position, with or without worker processes.
+
+A position is an epoch and a step, and a step's sequences follow from these two alone. So a plain ``DataLoader`` over
+step numbers is enough: it keeps the order, its workers carry no state, and to resume is to begin at another step.
+"""
+
+from collections.abc import Iterator
+
+from torch.utils.data import DataLoader, Dataset
+
+from fuxi_torchrec.data.batches import BatchMaker, EventBatch
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.schedule import Plan, Position, Schedule, streams_of_rank
+
+
+class Loader:
+    """Iterates over the micro-batches of one process, epoch after epoch.
+
+    Args:
+        maker: the dataset with its split and known items.
+        plan: how to batch.
+        rank, world_size: this process among all.
+        max_tokens_per_rank: events of a micro-batch, at most; one sequence may exceed it.
+        workers: processes that read ahead.
+    """
+
+    def __init__(
+        self,
+        maker: BatchMaker,
+        plan: Plan,
+        rank: int = 0,
+        world_size: int = 1,
+        max_tokens_per_rank: int | None = None,
+        workers: int = 0,
+    ) -> None:
+        streams_of_rank(rank, world_size, plan.num_streams)  # refuses more processes than streams
+        self.maker, self.rank, self.world_size = maker, rank, world_size
+        self.max_tokens_per_rank, self.workers = max_tokens_per_rank, workers
+        self.schedule = Schedule(maker.reader.lengths(), maker.reader.block_of_user, plan)
+        if not len(self.schedule.sequences):
+            raise DataError(f"{maker.reader.dataset.path}: nothing to train on: no user has two events")
+
+    def steps(self, epoch: int) -> int:
+        """Steps of an epoch, the same on every process."""
+        return self.schedule.steps(epoch)
+
+    def epoch(self, start: Position) -> Iterator[EventBatch]:
+        """The micro-batches from a position to the end of its epoch."""
+        steps = _Steps(self, start.epoch)
+        order = range(start.step, self.steps(start.epoch))
+        loader = DataLoader(
+            steps,
+            batch_size=None,
+            sampler=order,
+            num_workers=self.workers,
+            persistent_workers=False,
+            prefetch_factor=4 if self.workers else None,
+            multiprocessing_context="spawn" if self.workers else None,
+        )
+        for micro_batches in loader:
+            yield from micro_batches
+
+    def step(self, position: Position) -> list[EventBatch]:
+        """The micro-batches of one step; the last one carries the position after it."""
+        epoch, step = position.epoch, position.step
+        after = Position(epoch, step + 1) if step + 1 < self.steps(epoch) else Position(epoch + 1, 0)
+        parts = self.schedule.micro_batches(epoch, step, self.rank, self.world_size, self.max_tokens_per_rank)
+        last = len(parts) - 1
+        return [self.maker.training(self.schedule, part, epoch, after, n == last) for n, part in enumerate(parts)]
+
+    def balance(self, epoch: int) -> float:
+        """Events of the busiest process over the mean, over an epoch: 1 is perfect."""
+        sequences, plan = self.schedule.sequences, self.schedule.plan
+        loads = []
+        for rank in range(self.world_size):
+            own = streams_of_rank(rank, self.world_size, plan.num_streams)
+            loads.append(sum(int(sequences.cost[self.schedule.all_of(epoch, stream)].sum()) for stream in own))
+        return max(loads) * self.world_size / max(1, sum(loads))
+
+
+class _Steps(Dataset[list[EventBatch]]):
+    """Step numbers to micro-batches, for a DataLoader."""
+
+    def __init__(self, loader: Loader, epoch: int) -> None:
+        self.loader, self.epoch = loader, epoch
+
+    def __len__(self) -> int:
+        return self.loader.steps(self.epoch)
+
+    def __getitem__(self, step: int) -> list[EventBatch]:
+        return self.loader.step(Position(self.epoch, step))

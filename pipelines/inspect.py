@@ -1,0 +1,102 @@
+"""What a dataset holds: counts, lengths, gaps, ties, a sample user.
+
+python -m pipelines.inspect DIR [--user ROW]
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.prepare import as_utc
+from fuxi_torchrec.data.reader import Reader
+from fuxi_torchrec.data.vocabulary import Vocabulary
+
+GAP_BOUNDS = {
+    "0 (ties)": 0,
+    "1 s": 1,
+    "1 min": 60,
+    "1 h": 3_600,
+    "1 day": 86_400,
+    "1 week": 604_800,
+    "30 days": 2_592_000,
+}
+PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
+
+
+def bars(rows: dict[str, int]) -> str:
+    """A histogram in text."""
+    most, total = max(rows.values(), default=1) or 1, sum(rows.values()) or 1
+    return "\n".join(
+        f"  {name:>12} {count:>12,} {100 * count / total:5.1f} % {'#' * round(40 * count / most)}"
+        for name, count in rows.items()
+    )
+
+
+def gap_histogram(reader: Reader) -> dict[str, int]:
+    """Times between a user's neighbouring events, by size."""
+    bounds = np.array(list(GAP_BOUNDS.values())) * PER_SECOND[reader.dataset.info.time_unit]
+    counts = np.zeros(len(bounds) + 1, np.int64)
+    for number in range(len(reader.groups)):
+        block = reader.block(number)
+        gaps = np.diff(block.times)
+        inside = np.ones(len(gaps), dtype=bool)
+        edges = block.offsets[1:-1]
+        inside[edges[(edges > 0) & (edges < len(block.times))] - 1] = False
+        counts += np.bincount(np.searchsorted(bounds, gaps[inside]), minlength=len(counts))
+    names = [*(f"<= {name}" if bound else name for name, bound in GAP_BOUNDS.items()), "longer"]
+    return {name: int(count) for name, count in zip(names, counts, strict=True)}
+
+
+def sample_user(reader: Reader, row: int, events: int = 10) -> str:
+    """A user's last events, in raw ids and readable times."""
+    number = int(np.searchsorted(reader.first_user, row, side="right") - 1)
+    block, inside = reader.block(number), row - int(reader.first_user[number])
+    a, b = int(block.offsets[inside]), int(block.offsets[inside + 1])
+    raw = Vocabulary.of(reader.dataset).raw(block.items[max(a, b - events) : b])
+    unit = reader.dataset.info.time_unit
+    times = block.times[max(a, b - events) : b].tolist()
+    lines = [f"user {reader.user_ids(number)[inside]!r} (row {row}): {b - a:,} events, the last {len(raw)}:"]
+    return "\n".join([*lines, *(f"  {as_utc(t, unit)}  {item}" for t, item in zip(times, raw, strict=True))])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.inspect", description="What a dataset holds.")
+    parser.add_argument("dataset", metavar="DIR")
+    parser.add_argument("--user", type=int, default=0, metavar="ROW", help="the sample user's row")
+    args = parser.parse_args(arguments)
+    try:
+        dataset = Dataset.open(args.dataset)
+        info = dataset.info
+        reader = Reader(dataset)
+        if not 0 <= args.user < info.users:
+            raise DataError(f"--user must be 0 to {info.users - 1}, not {args.user}")
+        print(
+            f"{args.dataset}: {info.users:,} users, {info.items:,} items, {info.events:,} events, fingerprint {info.fingerprint}"
+        )
+        print(
+            f"times in {info.time_unit}, {as_utc(info.first_time, info.time_unit)} to {as_utc(info.last_time, info.time_unit)}"
+        )
+        lengths = reader.lengths()
+        print(f"events per user: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, longest {lengths.max():,}")
+        print(bars(info.length_histogram))
+        print("time between events:")
+        print(bars(gap_histogram(reader)))
+        for side in info.sides:
+            shape = "a list of values" if side.multiple else "one value"
+            print(f"side feature {side.name}: {shape} per event, below {side.cardinality}")
+        if info.has_target:
+            print("events have target weights")
+        print(sample_user(reader, args.user))
+    except DataError as error:
+        print(f"inspect: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

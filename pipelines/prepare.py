@@ -1,0 +1,132 @@
+"""Event logs to a dataset.
+
+python -m pipelines.prepare SOURCE --input PATH --output DIR [...]
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fuxi_torchrec.data import sources
+from fuxi_torchrec.data.dataset import TIME_UNITS, DatasetInfo
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.prepare import PrepareOptions, as_utc, prepare, prepare_synthetic
+from fuxi_torchrec.data.sources import Source
+from fuxi_torchrec.data.synthetic import SyntheticConfig, oracle_hit_rate
+from fuxi_torchrec.logging import setup_logging
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.prepare", description="Event logs to a dataset.")
+    kinds = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
+
+    def kind(name: str, text: str, has_input: bool = True) -> argparse.ArgumentParser:
+        sub = kinds.add_parser(name, help=text, description=text)
+        if has_input:
+            sub.add_argument("--input", required=True, metavar="PATH", help="file, directory, zip or glob")
+        sub.add_argument("--output", required=True, metavar="DIR", help="the dataset; must not exist")
+        if has_input:
+            sub.add_argument("--memory-limit", default="4GB", help="DuckDB's; what does not fit spills to disk")
+            sub.add_argument("--threads", type=int, default=2)
+            sub.add_argument("--on-bad-rows", choices=("error", "skip"), default="error")
+            sub.add_argument("--extend", metavar="PREV", help="an earlier dataset whose item indices are kept")
+        return sub
+
+    events = kind("events", "CSV or Parquet logs with named columns")
+    for name in ("user", "item", "time"):
+        events.add_argument(f"--{name}-column", required=True)
+    events.add_argument("--time-unit", required=True, choices=TIME_UNITS)
+    events.add_argument("--side-columns", default="", metavar="A,B", help="kept as side features")
+    events.add_argument("--target-expression", metavar="SQL", help="the event's weight as a target; 0 is context only")
+    events.add_argument("--where", metavar="SQL", help="keep only such events")
+    events.add_argument("--min-user-events", type=int, default=1)
+    events.add_argument("--min-item-events", type=int, default=1)
+
+    kind("ml-1m", "MovieLens-1M: ratings.dat, its directory or its zip")
+    kind("ml-20m", "MovieLens-20M: ratings.csv, its directory or its zip")
+    kuairand = kind("kuairand-27k", "KuaiRand-27K: the directory with log_standard_*_27k_part*.csv")
+    kuairand.add_argument("--keep-negative", action="store_true", help="keep events with is_hate = 1")
+    kuairand.add_argument("--min-item-events", type=int, default=101)
+    kuairec = kind("kuairec", "KuaiRec: big_matrix.csv, its directory or its zip")
+    kuairec.add_argument("--min-events", type=int, default=5, help="k of the k-core")
+    synthetic = kind("synthetic", "made-up histories of known structure", has_input=False)
+    synthetic.add_argument("--users", type=int, required=True)
+    synthetic.add_argument("--seed", type=int, default=0)
+    synthetic.add_argument("--items", type=int, default=2000)
+    synthetic.add_argument("--oracle", action="store_true", help="also print the best HR@10 any model can reach")
+    return parser.parse_args(arguments)
+
+
+def make_source(args: argparse.Namespace, scratch: str) -> Source:
+    """What the command line describes."""
+    if args.source == "ml-1m":
+        return sources.ml_1m(args.input, scratch)
+    if args.source == "ml-20m":
+        return sources.ml_20m(args.input, scratch)
+    if args.source == "kuairand-27k":
+        return sources.kuairand_27k(args.input, args.keep_negative, args.min_item_events)
+    if args.source == "kuairec":
+        return sources.kuairec(args.input, scratch, args.min_events)
+    return sources.events(
+        args.input,
+        args.user_column,
+        args.item_column,
+        args.time_column,
+        args.time_unit,
+        [name for name in args.side_columns.split(",") if name],
+        args.target_expression,
+        args.where,
+        args.min_user_events,
+        args.min_item_events,
+    )
+
+
+def run(args: argparse.Namespace) -> DatasetInfo:
+    """Prepare, with a progress bar on a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} events"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total or None)
+
+        if args.source == "synthetic":
+            config = SyntheticConfig(users=args.users, seed=args.seed, items=args.items)
+            return prepare_synthetic(config, args.output, report)
+        options = PrepareOptions(args.memory_limit, args.threads, args.on_bad_rows, args.extend)
+        with tempfile.TemporaryDirectory(prefix="unpacked-") as scratch:
+            return prepare(make_source(args, scratch), args.output, options, report)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prepare and say what came of it."""
+    args = parse(arguments)
+    setup_logging()
+    try:
+        info = run(args)
+    except (DataError, ValueError) as error:
+        print(f"prepare: {error}", file=sys.stderr)
+        return 1
+    span = f"{as_utc(info.first_time, info.time_unit)} to {as_utc(info.last_time, info.time_unit)}"
+    print(f"{args.output}: {info.users:,} users, {info.items:,} items, {info.events:,} events, {span}")
+    if info.skipped_rows:
+        print(f"rows left out: {json.dumps(info.skipped_rows)}")
+    if args.source == "synthetic" and args.oracle:
+        best = oracle_hit_rate(SyntheticConfig(users=args.users, seed=args.seed, items=args.items))
+        print(f"best achievable HR@10: {best:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
