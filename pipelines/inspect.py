@@ -75,12 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reader = Reader(dataset)
         if not 0 <= args.user < info.users:
             raise DataError(f"--user must be 0 to {info.users - 1}, not {args.user}")
-        print(
-            f"{args.dataset}: {info.users:,} users, {info.items:,} items, {info.events:,} events, fingerprint {info.fingerprint}"
-        )
-        print(
-            f"times in {info.time_unit}, {as_utc(info.first_time, info.time_unit)} to {as_utc(info.last_time, info.time_unit)}"
-        )
+        counts = f"{info.users:,} users, {info.items:,} items, {info.events:,} events"
+        first, last = (as_utc(time, info.time_unit) for time in (info.first_time, info.last_time))
+        print(f"{args.dataset}: {counts}, fingerprint {info.fingerprint}")
+        print(f"times in {info.time_unit}, {first} to {last}")
         lengths = reader.lengths()
         print(f"events per user: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, longest {lengths.max():,}")
         print(bars(info.length_histogram))

@@ -1,0 +1,63 @@
+"""Small datasets for tests, written as the pipelines write them or by hand."""
+
+import dataclasses
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fuxi_torchrec.data.dataset import INFO, Dataset
+from fuxi_torchrec.data.writer import DatasetWriter
+
+
+def make_dataset(path, histories, items=None, block_users=3, side=None):
+    """A dataset of (items, times[, weights]) histories, ``block_users`` users to a row group."""
+    items = items or int(max((max(h[0]) for h in histories if len(h[0])), default=1))
+    with DatasetWriter(path, "s", {"test": True}) as out:
+        for begin in range(0, len(histories), block_users):
+            part = histories[begin : begin + block_users]
+            lengths = [len(h[0]) for h in part]
+            columns = {
+                "user_id": np.repeat(np.arange(begin, begin + len(part)) * 10, lengths),
+                "item": np.concatenate([h[0] for h in part]).astype(np.int32),
+                "timestamp": np.concatenate([h[1] for h in part]).astype(np.int64),
+            }
+            if len(histories[0]) > 2:
+                columns["target"] = np.concatenate([h[2] for h in part]).astype(np.float32)
+            if side == "single":
+                columns["action"] = columns["item"] % 4
+            table = pa.table(columns)
+            if side == "multiple":
+                table = table.append_column(
+                    "tags", pa.array([[i] * (i % 3) for i in columns["item"].tolist()], pa.list_(pa.int64()))
+                )
+            out.write(table)
+        index = np.arange(1, items + 1, dtype=np.int32)
+        out.write_table(
+            "items.parquet", pa.table({"item_id": index * 100, "index": index, "count": np.ones(items, np.int64)})
+        )
+        out.finish(items, {}, frozenset())
+    return Dataset.open(path)
+
+
+def random_histories(seed, users, longest, items=50, weights=False):
+    generator = np.random.default_rng(seed)
+    histories = []
+    for _ in range(users):
+        n = int(generator.integers(1, longest + 1))
+        history = [generator.integers(1, items + 1, n), 1_600_000_000 + np.sort(generator.integers(0, 10_000, n))]
+        if weights:
+            history.append(generator.choice([0.0, 1.0, 2.5], n))
+        histories.append(tuple(history))
+    return histories
+
+
+def replace_rows(dataset, rows, name="part-00000.parquet"):
+    """Put other rows into a dataset's file, as something that is not the writer might."""
+    pq.write_table(rows, dataset.file(name))
+    info = dataset.info
+    files = tuple(dataclasses.replace(f, users=len(rows)) if f.name == name else f for f in info.files)
+    changed = dataclasses.replace(info, files=files)
+    with open(dataset.file(INFO), "w") as file:
+        file.write(changed.to_json())
+    return Dataset.open(dataset.path)

@@ -1,0 +1,186 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from fuxi_torchrec.data.batches import BatchMaker, Items, mix
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.loader import Loader
+from fuxi_torchrec.data.reader import Reader
+from fuxi_torchrec.data.schedule import Plan, Position
+from fuxi_torchrec.data.splits import LeaveOneOut
+from fuxi_torchrec.data.tests.small import make_dataset, random_histories
+
+
+def everything_known(dataset, **more):
+    return Items(np.arange(dataset.info.items + 1) > 0, **more)
+
+
+@pytest.fixture(scope="module")
+def histories():
+    return random_histories(0, users=40, longest=60, weights=True)
+
+
+@pytest.fixture(scope="module")
+def dataset(histories, tmp_path_factory):
+    return make_dataset(tmp_path_factory.mktemp("data") / "set", histories)
+
+
+def make_loader(dataset, plan, items=None, **more):
+    return Loader(BatchMaker(Reader(dataset), LeaveOneOut(), items or everything_known(dataset)), plan, **more)
+
+
+def train_part(history):
+    """The training events of a history, restated."""
+    targets = [i for i, w in enumerate(history[2]) if w > 0]
+    test = targets[-1] if targets and targets[-1] >= 1 else None
+    valid = targets[-2] if test is not None and len(targets) > 1 and targets[-2] >= 1 else None
+    end = valid if valid is not None else test if test is not None else len(history[0])
+    return tuple(column[:end] for column in history)
+
+
+def users_of(batch):
+    """A batch as plain lists, user by user."""
+    out = []
+    for n, (a, b) in enumerate(itertools.pairwise(batch.offsets.tolist())):
+        part = [x[a:b].tolist() for x in (batch.items, batch.targets, batch.timestamps, batch.target_weights)]
+        out.append((int(batch.users[n]), *part, int(batch.request_timestamps[n])))
+    return out
+
+
+def sequences(batches):
+    return sorted(str(user) for batch in batches for user in users_of(batch))
+
+
+@pytest.mark.parametrize("cut", ["recent", "windows"])
+def test_training_batches_hold_what_the_histories_say(dataset, histories, cut):
+    plan = Plan(max_length=16, cut=cut, batch_tokens=200, seed=3)
+    found = [user for batch in make_loader(dataset, plan).epoch(Position()) for user in users_of(batch)]
+    wanted = []
+    for row, history in enumerate(histories):
+        items, times, weights = train_part(history)
+        inputs = len(items) - 1
+        if inputs < 1:
+            continue
+        begins = [max(0, inputs - 16)] if cut == "recent" else range(0, inputs, 16)
+        for a in begins:
+            b = min(a + 16, inputs)
+            parts = (items[a:b], items[a + 1 : b + 1], times[a:b], weights[a + 1 : b + 1])
+            wanted.append((row, *(np.asarray(p).tolist() for p in parts), int(times[b])))
+    assert sorted(map(str, found)) == sorted(map(str, wanted))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_processes_share_the_same_global_batches(dataset, world_size):
+    plan = Plan(max_length=20, batch_tokens=300)
+    alone = make_loader(dataset, plan)
+    ranks = [
+        make_loader(dataset, plan, rank=r, world_size=world_size, max_tokens_per_rank=64) for r in range(world_size)
+    ]
+    for step in range(alone.steps(0)):
+        position = Position(0, step)
+        together = [batch for loader in ranks for batch in loader.step(position)]
+        assert sequences(together) == sequences(alone.step(position))
+        assert len({len(loader.step(position)) for loader in ranks}) == 1
+    assert ranks[0].balance(0) < 2.5
+
+
+def test_worker_processes_change_nothing(dataset):
+    plan = Plan(max_length=20, batch_tokens=300)
+    none = list(make_loader(dataset, plan).epoch(Position()))
+    two = list(make_loader(dataset, plan, workers=2).epoch(Position()))
+    assert [users_of(b) for b in none] == [users_of(b) for b in two]
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_training_resumes_at_any_step_on_any_number_of_processes(dataset, world_size):
+    plan = Plan(max_length=20, batch_tokens=300)
+    whole = list(make_loader(dataset, plan).epoch(Position(2, 0)))
+    for step in (0, 1, len(whole) - 1):
+        if step:
+            assert whole[step - 1].end == Position(2, step)
+        rest = []
+        for rank in range(world_size):
+            rest += list(make_loader(dataset, plan, rank=rank, world_size=world_size).epoch(Position(2, step)))
+        assert sequences(rest) == sequences(whole[step:])
+    assert whole[-1].end == Position(3, 0)
+
+
+def test_evaluation_asks_for_the_target_after_its_whole_history(dataset, histories):
+    maker = BatchMaker(Reader(dataset), LeaveOneOut(), everything_known(dataset))
+    batch = maker.evaluation(np.arange(40), "test", max_length=10)
+    rows = users_of(batch)
+    assert [r[0] for r in rows] == [n for n, h in enumerate(histories) if any(w > 0 and i for i, w in enumerate(h[2]))]
+    for row, items, targets, times, weights, request in rows:
+        history = histories[row]
+        test = max(i for i, w in enumerate(history[2]) if w > 0)
+        begin = max(0, test - 10)
+        assert items == history[0][begin:test].tolist()
+        assert times == history[1][begin:test].tolist()
+        assert (targets[-1], request) == (history[0][test], history[1][test])
+        assert weights == [0.0] * (len(items) - 1) + [1.0]
+
+
+def test_unknown_items_are_index_zero_and_never_a_target(dataset, histories):
+    known = np.arange(dataset.info.items + 1) % 2 == 1
+    plan = Plan(max_length=100, batch_tokens=10_000)
+    (batch,) = make_loader(dataset, plan, Items(known)).epoch(Position())
+    assert set(batch.items.unique().tolist()) <= {0, *range(1, 51, 2)}
+    unknown = batch.targets == 0
+    assert unknown.any()
+    assert not batch.target_weights[unknown].any()
+
+
+def test_some_inputs_are_hidden_the_same_ones_on_any_number_of_processes(dataset):
+    items = everything_known(dataset, oov_rate=0.2, seed=5)
+    plan = Plan(max_length=20, batch_tokens=300)
+    whole = list(make_loader(dataset, plan, items).epoch(Position()))
+    hidden = torch.cat([b.items == 0 for b in whole]).float().mean()
+    assert 0.1 < float(hidden) < 0.3
+    assert not any((b.targets == 0).any() for b in whole)
+    parts = [b for r in range(3) for b in make_loader(dataset, plan, items, rank=r, world_size=3).epoch(Position())]
+    assert sequences(parts) == sequences(whole)
+    other = list(make_loader(dataset, plan, items).epoch(Position(1, 0)))
+    assert sequences(other) != sequences(whole)
+
+
+def test_item_counts_are_those_of_the_training_split(dataset, histories):
+    maker = BatchMaker(Reader(dataset), LeaveOneOut(), everything_known(dataset))
+    wanted = np.zeros(51, np.int64)
+    for history in histories:
+        np.add.at(wanted, train_part(history)[0], 1)
+    assert maker.item_counts().tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("kind", ["single", "multiple"])
+def test_side_features_follow_their_events(tmp_path, kind):
+    histories = random_histories(1, 12, 20)
+    dataset = make_dataset(tmp_path / "set", histories, side=kind)
+    name = "action" if kind == "single" else "tags"
+    maker = BatchMaker(Reader(dataset, sides=[name]), LeaveOneOut(), everything_known(dataset))
+    for batch in Loader(maker, Plan(max_length=8, batch_tokens=40)).epoch(Position()):
+        side = batch.sides[name]
+        if kind == "single":
+            assert side.lengths is None
+            assert side.values.tolist() == (batch.items % 4).tolist()
+        else:
+            assert side.lengths.tolist() == (batch.items % 3).tolist()
+            assert side.values.tolist() == torch.repeat_interleave(batch.items, batch.items % 3).tolist()
+
+
+def test_empty_parts_are_legal_batches(dataset):
+    loader = make_loader(dataset, Plan(max_length=5, batch_tokens=10))
+    batch = loader.maker.training(loader.schedule, np.zeros(0, np.int64), 0)
+    assert (len(batch), batch.events, batch.offsets.tolist()) == (0, 0, [0])
+
+
+def test_a_dataset_with_nothing_to_train_on_is_refused(tmp_path):
+    dataset = make_dataset(tmp_path / "set", [(np.array([1]), np.array([5]))] * 3)
+    with pytest.raises(DataError, match="nothing to train on: no user has two events"):
+        make_loader(dataset, Plan(max_length=5, batch_tokens=10))
+
+
+def test_draws_are_spread_evenly():
+    draws = mix(1, 2, np.arange(20_000, dtype=np.uint64)).astype(np.float64) / 2**64
+    assert np.histogram(draws, 10, (0, 1))[0].min() > 1800

@@ -1,0 +1,145 @@
+import dataclasses
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.reader import Reader
+from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows
+from fuxi_torchrec.data.vocabulary import Vocabulary
+
+
+@pytest.fixture
+def histories():
+    return random_histories(0, users=10, longest=20)
+
+
+@pytest.fixture
+def dataset(histories, tmp_path):
+    return make_dataset(tmp_path / "set", histories)
+
+
+def test_blocks_hold_the_histories(dataset, histories):
+    reader = Reader(dataset)
+    assert reader.users == 10
+    assert len(reader.groups) == 4
+    assert reader.lengths().tolist() == [len(h[0]) for h in histories]
+    found = []
+    for number in range(4):
+        block = reader.block(number)
+        for a, b in zip(block.offsets[:-1], block.offsets[1:], strict=True):
+            found.append((block.items[a:b].tolist(), block.times[a:b].tolist()))
+    assert found == [(h[0].tolist(), h[1].tolist()) for h in histories]
+    assert reader.user_ids(1) == [30, 40, 50]
+
+
+def test_few_blocks_are_kept(dataset):
+    reader = Reader(dataset, cache_bytes=1)
+    for number in (0, 1, 2, 1):
+        reader.block(number)
+    assert list(reader._cache) == [1]
+
+
+def bad_rows(kind):
+    rows = {"user_id": [1, 2, 3], "item": [[1, 2], [3, 4], [5]], "timestamp": [[1, 2], [3, 4], [5]]}
+    if kind == "lists differ in length":
+        rows["timestamp"][1] = [3]
+    elif kind == "times are not in order":
+        rows["timestamp"][1] = [4, 3]
+    elif kind == "a time is negative":
+        rows["timestamp"][1] = [-3, 4]
+    elif kind == "a value is null":
+        rows["item"][1] = [3, None]
+    elif kind == "a list is null":
+        rows["item"][1] = None
+    else:
+        rows["item"][1] = [3, 99]
+    return pa.table(
+        rows,
+        schema=pa.schema(
+            [("user_id", pa.int64()), ("item", pa.list_(pa.int32())), ("timestamp", pa.list_(pa.int64()))]
+        ),
+    )
+
+
+KINDS = [
+    *("lists differ in length", "times are not in order", "a time is negative", "a value is null", "a list is null"),
+    "an item is not in 1 .. 50",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_rows_are_named_with_file_row_and_reason(tmp_path, kind, caplog):
+    dataset = make_dataset(tmp_path / "set", random_histories(0, 3, 5), items=50)
+    dataset = replace_rows(dataset, bad_rows(kind))
+    with pytest.raises(DataError, match=r"part-00000.parquet: 1 bad rows, the first is row 1: " + kind):
+        Reader(dataset).block(0)
+    reader = Reader(dataset, on_bad_rows="skip")
+    block = reader.block(0)
+    assert np.diff(block.offsets).tolist() == [2, 0, 1]
+    assert block.items.tolist() == [1, 2, 5]
+    assert sum(reader.bad_rows.values()) == 1
+
+
+def test_a_directory_without_a_description_is_no_dataset(tmp_path):
+    with pytest.raises(DataError, match=r"no dataset here: dataset.json is missing"):
+        Dataset.open(tmp_path)
+    with pytest.raises(DataError, match="no dataset here"):
+        Dataset.open(tmp_path / "none")
+
+
+def test_descriptions_that_cannot_be_used(dataset):
+    path = dataset.file("dataset.json")
+    plain = json.loads(dataset.info.to_json())
+    for text, message in (
+        (json.dumps({**plain, "version": 9}), "dataset of version 9, this software reads version 1: prepare it again"),
+        ("{}", "not a dataset description"),
+        ("half a f", "not a dataset description"),
+    ):
+        with open(path, "w") as file:
+            file.write(text)
+        with pytest.raises(DataError, match=message):
+            Dataset.open(dataset.path)
+
+
+def test_files_that_cannot_be_read(dataset):
+    path = dataset.file("part-00000.parquet")
+    with open(path, "rb") as file:
+        content = file.read()
+    with open(path, "wb") as file:
+        file.write(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"part-00000.parquet: not a readable Parquet file, perhaps cut short"):
+        Reader(dataset)
+    pq.write_table(pa.table({"user_id": [1]}), path)
+    with pytest.raises(DataError, match=r"1 users where dataset.json says 10: the dataset was changed"):
+        Reader(dataset)
+    one = dataclasses.replace(dataset.info, files=(dataclasses.replace(dataset.info.files[0], users=1),))
+    with pytest.raises(DataError, match="no column item, timestamp; the columns are user_id"):
+        Reader(Dataset(dataset.path, one)).block(0)
+
+
+def test_side_features_that_do_not_exist(dataset):
+    with pytest.raises(DataError, match="no side feature colour; there are none"):
+        Reader(dataset, sides=["colour"])
+
+
+def test_remote_paths_are_read_through_their_file_system(histories):
+    dataset = make_dataset("memory://sets/one", histories)
+    assert Reader(Dataset.open("memory://sets/one")).lengths().tolist() == [len(h[0]) for h in histories]
+    assert len(Vocabulary.of(dataset)) == dataset.info.items
+
+
+def test_vocabularies_go_both_ways(dataset):
+    vocabulary = Vocabulary.of(dataset)
+    assert vocabulary.index([100, 300, 7]).tolist() == [1, 3, 0]
+    assert vocabulary.raw([1, 0, 3]) == [100, None, 300]
+    with pytest.raises(DataError, match="item indices must be 0 to"):
+        vocabulary.raw([10_000])
+    with pytest.raises(DataError, match="item ids must be int32, as in the dataset"):
+        vocabulary.index(["a"])
+    names = Vocabulary(pa.array(["b", "a"]), np.array([2, 1]))
+    assert names.index(["a", "b", "c"]).tolist() == [2, 1, 0]
