@@ -142,9 +142,10 @@ class _Preparation:
         if kind.startswith("TIMESTAMP") or kind == "DATE":
             return f"CAST({_TIMESTAMP[self.source.time_unit]}({self.source.time}) AS BIGINT)"
         example = self._sql(f"SELECT {self.source.time} FROM {self.source.reader} LIMIT 1").fetchall()
-        shown = f", for example {example[0][0]!r}" if example else ""
+        if not example:
+            raise DataError(f"{self.source.files[0]}: no events")
         raise DataError(
-            f"{self.source.files[0]}: column {name} is {kind}{shown}: times must be integers (seconds, milliseconds or "
+            f"{self.source.files[0]}: column {name} is {kind}, for example {example[0][0]!r}: times must be integers (seconds, milliseconds or "
             "microseconds since 1970) or timestamps. A column of mixed kinds counts as VARCHAR"
         )
 

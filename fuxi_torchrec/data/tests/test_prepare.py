@@ -1,0 +1,366 @@
+import gzip
+import json
+import logging
+import os
+import zipfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fuxi_torchrec.data import sources, writer
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
+from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
+from fuxi_torchrec.data.vocabulary import Vocabulary
+
+HEADER = "user,item,time,action,weight"
+
+
+def events(path, **more):
+    return sources.events(str(path), "user", "item", "time", more.pop("time_unit", "s"), **more)
+
+
+def write(path, lines, header=HEADER):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([header, *lines]) + "\n")
+    return path
+
+
+def read(path):
+    """A dataset as {user: [(raw item, time), ...]}, in order, and the tables."""
+    dataset = Dataset.open(path)
+    tables = [pq.read_table(dataset.file(file.name)) for file in dataset.info.files]
+    table = pa.concat_tables(tables)
+    vocabulary = Vocabulary.of(dataset)
+    users = {}
+    for row in table.to_pylist():
+        users[row["user_id"]] = list(zip(vocabulary.raw(row["item"]), row["timestamp"], strict=True))
+    return dataset, users, table
+
+
+@pytest.fixture
+def log(tmp_path):
+    t = 1_600_000_000
+    lines = [
+        f"7,a,{t + 5},click,1",
+        f"3,b,{t},view,0",
+        f"7,b,{t + 1},view,0",
+        f"3,a,{t + 9},click,1",
+        f"7,b,{t + 5},buy,2",
+    ]
+    return write(tmp_path / "log.csv", lines)
+
+
+def test_events_become_one_row_per_user_in_the_order_of_time(log, tmp_path):
+    info = prepare(events(log), tmp_path / "set")
+    _, users, _ = read(tmp_path / "set")
+    t = 1_600_000_000
+    assert users == {3: [("b", t), ("a", t + 9)], 7: [("b", t + 1), ("a", t + 5), ("b", t + 5)]}
+    assert (info.users, info.items, info.events, info.first_time, info.last_time) == (2, 2, 5, t, t + 9)
+    items = pq.read_table(tmp_path / "set" / "items.parquet").to_pylist()
+    assert items == [{"item_id": "b", "index": 1, "count": 3}, {"item_id": "a", "index": 2, "count": 2}]
+    assert not [name for name in os.listdir(tmp_path) if "unfinished" in name or name.startswith("prepare-")]
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet"])
+def test_ties_keep_the_order_of_files_and_rows(tmp_path, kind):
+    expected = []
+    for number in (2, 0, 1):  # written in another order than that of their names
+        lines = [(1, number * 1000 + row, 1_600_000_000) for row in range(500)]
+        path = tmp_path / "logs" / f"part{number}.{kind}"
+        path.parent.mkdir(exist_ok=True)
+        if kind == "parquet":
+            user, item, time = zip(*lines, strict=True)
+            pq.write_table(pa.table({"user": user, "item": item, "time": time}), path, row_group_size=64)
+        else:
+            text = "user,item,time\n" + "\n".join(",".join(map(str, line)) for line in lines)
+            path.write_bytes(gzip.compress(text.encode()) if kind == "csv.gz" else text.encode())
+    for number in (0, 1, 2):
+        expected += [number * 1000 + row for row in range(500)]
+    prepare(events(tmp_path / "logs"), tmp_path / "set")
+    _, users, _ = read(tmp_path / "set")
+    assert [item for item, _ in users[1]] == expected
+
+
+def test_globs_string_ids_and_timestamps(tmp_path):
+    write(tmp_path / "a1.csv", ["ann,x,2020-01-01 00:00:05", "bob,y,2020-01-01 00:00:01"], "user,item,time")
+    write(tmp_path / "a2.csv", ["ann,z,2020-01-01 00:00:04"], "user,item,time")
+    write(tmp_path / "b.csv", ["eve,z,2020-01-01 00:00:04"], "user,item,time")
+    prepare(events(tmp_path / "a*.csv", time_unit="ms"), tmp_path / "set")
+    dataset, users, _ = read(tmp_path / "set")
+    assert users == {"ann": [("z", 1577836804000), ("x", 1577836805000)], "bob": [("y", 1577836801000)]}
+    assert dataset.info.time_unit == "ms"
+
+
+def test_sides_targets_and_conditions(log, tmp_path):
+    source = events(log, side_columns=["action", "weight"], target_expression="weight * 0.5", where="action <> 'buy'")
+    info = prepare(source, tmp_path / "set")
+    _, _, table = read(tmp_path / "set")
+    rows = table.to_pylist()
+    assert rows[1]["target"] == [0.0, 0.5]
+    assert rows[1]["weight"] == [0, 1]
+    names = {r["index"]: r["value"] for r in pq.read_table(tmp_path / "set" / "side-action.parquet").to_pylist()}
+    assert [names[i] for i in rows[1]["action"]] == ["view", "click"]
+    assert info.has_target
+    sides = {side.name: side for side in info.sides}
+    assert (sides["action"].cardinality, sides["action"].vocabulary) == (3, True)
+    assert (sides["weight"].cardinality, sides["weight"].vocabulary) == (2, False)
+
+
+def test_lists_of_values_per_event(tmp_path):
+    table = {"user": [1, 1], "item": [5, 6], "time": [2, 1], "tags": [[1, 2], None]}
+    pq.write_table(
+        pa.table(
+            table,
+            schema=pa.schema(
+                [("user", pa.int64()), ("item", pa.int64()), ("time", pa.int64()), ("tags", pa.list_(pa.int32()))]
+            ),
+        ),
+        tmp_path / "log.parquet",
+    )
+    info = prepare(events(tmp_path / "log.parquet", side_columns=["tags"]), tmp_path / "set")
+    _, _, rows = read(tmp_path / "set")
+    assert rows["tags"].to_pylist() == [[[], [1, 2]]]
+    assert info.sides[0].multiple
+    assert info.sides[0].cardinality == 3
+
+
+def test_k_core_is_iterated(tmp_path):
+    # item c has one event; without it user 3 has one event; without user 3 item b has one, then user 2 one
+    lines = ["1,a,1", "1,a,2", "1,a,3", "2,a,4", "2,b,5", "3,b,6", "3,c,7"]
+    write(tmp_path / "log.csv", lines, "user,item,time")
+    prepare(events(tmp_path / "log.csv", min_user_events=2, min_item_events=2), tmp_path / "set")
+    assert list(read(tmp_path / "set")[1]) == [1]
+
+
+def test_extending_keeps_every_index_and_appends_the_new(log, tmp_path):
+    prepare(events(log), tmp_path / "old")
+    t = 1_700_000_000
+    new = write(tmp_path / "new.csv", [f"7,c,{t},view,1", f"9,a,{t},view,1", f"9,d,{t},view,1", f"9,d,{t},view,1"])
+    info = prepare(events(new), tmp_path / "set", PrepareOptions(extend=str(tmp_path / "old")))
+    items = pq.read_table(tmp_path / "set" / "items.parquet").to_pylist()
+    assert [(r["item_id"], r["index"], r["count"]) for r in items] == [
+        ("b", 1, 0),
+        ("a", 2, 1),
+        ("d", 3, 2),
+        ("c", 4, 1),
+    ]
+    assert info.items == 4
+    with pytest.raises(DataError, match="has times in 's', this source in 'ms'"):
+        prepare(events(new, time_unit="ms"), tmp_path / "x", PrepareOptions(extend=str(tmp_path / "old")))
+    numbers = write(tmp_path / "numbers.csv", [f"7,5,{t},view,1"])
+    with pytest.raises(DataError, match="has item_id as VARCHAR, this source as integer"):
+        prepare(events(numbers), tmp_path / "x", PrepareOptions(extend=str(tmp_path / "old")))
+
+
+def test_long_users_and_many_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "ROW_GROUP_EVENTS", 500)
+    monkeypatch.setattr(writer, "FILE_EVENTS", 2_000)
+    generator = np.random.default_rng(0)
+    user = np.repeat([1, 2, 3, 4, 5], [10, 3_000, 5, 700, 450])
+    time = generator.permutation(len(user)) + 1_600_000_000
+    item = generator.integers(0, 9, len(user))
+    pq.write_table(pa.table({"user": user, "item": item, "time": time}), tmp_path / "log.parquet")
+    info = prepare(events(tmp_path / "log.parquet"), tmp_path / "set")
+    _, users, _ = read(tmp_path / "set")
+    assert [len(history) for history in users.values()] == [10, 3_000, 5, 700, 450]
+    for number, history in users.items():
+        order = np.argsort(time[user == number])
+        assert history == list(
+            zip(item[user == number][order].tolist(), np.sort(time[user == number]).tolist(), strict=True)
+        )
+    assert len(info.files) > 1
+    groups = pq.ParquetFile(tmp_path / "set" / info.files[0].name).metadata.num_row_groups
+    assert groups >= 1
+
+
+# --- published layouts -----------------------------------------------------------------------------------------------
+
+
+def test_movielens_1m_as_published(tmp_path):
+    text = "1::1193::5::978300760\n1::661::3::978302109\n1::914::3::978300760\n2::661::4::978298413\n"
+    (tmp_path / "ml-1m").mkdir()
+    (tmp_path / "ml-1m" / "ratings.dat").write_text(text)
+    with zipfile.ZipFile(tmp_path / "ml-1m.zip", "w") as archive:
+        archive.writestr("ml-1m/ratings.dat", text)
+    for number, path in enumerate((tmp_path / "ml-1m", tmp_path / "ml-1m" / "ratings.dat", tmp_path / "ml-1m.zip")):
+        prepare(sources.ml_1m(str(path), str(tmp_path)), tmp_path / f"set{number}")
+        _, users, _ = read(tmp_path / f"set{number}")
+        # a tie: the file's order decides, and with it which event is the last
+        assert users == {1: [(1193, 978300760), (914, 978300760), (661, 978302109)], 2: [(661, 978298413)]}
+
+
+def test_movielens_20m_as_published(tmp_path):
+    write(tmp_path / "ratings.csv", ["1,2,3.5,1112486027", "1,29,3.5,1112484676"], "userId,movieId,rating,timestamp")
+    prepare(sources.ml_20m(str(tmp_path), str(tmp_path)), tmp_path / "set")
+    assert read(tmp_path / "set")[1] == {1: [(29, 1112484676), (2, 1112486027)]}
+
+
+def test_kuairand_as_published(tmp_path):
+    header = "user_id,video_id,date,hourmin,time_ms,is_click,is_like,is_follow,is_comment,is_forward,is_hate,long_view"
+    header += ",play_time_ms"
+    t = 1_650_000_000_000
+    one = [f"0,{v},20220408,1400,{t + n},1,0,0,0,0,{int(v == 9)},0,500" for n, v in enumerate([5, 5, 6, 9, 5])]
+    two = [f"1,5,20220422,1400,{t + 99},1,0,0,0,0,0,0,500", f"1,9,20220422,1400,{t + 98},1,0,0,0,0,0,0,500"]
+    write(tmp_path / "data" / "log_standard_4_08_to_4_21_27k_part1.csv", one, header)
+    write(tmp_path / "data" / "log_standard_4_22_to_5_08_27k_part1.csv", two, header)
+    write(tmp_path / "data" / "log_random_4_22_to_5_08_27k.csv", two, header)
+    info = prepare(sources.kuairand_27k(str(tmp_path / "data"), min_item_events=2), tmp_path / "set")
+    assert read(tmp_path / "set")[1] == {0: [(5, t), (5, t + 1), (5, t + 4)], 1: [(5, t + 99)]}
+    assert info.time_unit == "ms"
+    prepare(sources.kuairand_27k(str(tmp_path / "data"), keep_negative=True, min_item_events=2), tmp_path / "all")
+    assert len(read(tmp_path / "all")[1][0]) == 4
+    with pytest.raises(DataError, match=r"no events are left after filtering"):
+        prepare(sources.kuairand_27k(str(tmp_path / "data")), tmp_path / "none")
+    with pytest.raises(DataError, match="no log_standard"):
+        sources.kuairand_27k(str(tmp_path / "nowhere"))
+
+
+def test_kuairec_as_published(tmp_path):
+    header = "user_id,video_id,play_duration,video_duration,time,date,timestamp,watch_ratio"
+    lines = [
+        f"{u},{v},13838,10867,2020-07-05 00:08:23.438,20200705,{1593878903.438 + 10 * v + u},1.27"
+        for u in range(5)
+        for v in range(5)
+    ]
+    write(tmp_path / "KuaiRec" / "data" / "big_matrix.csv", [*lines, "9,9,1,1,x,1,1593878903.5,1.0"], header)
+    info = prepare(sources.kuairec(str(tmp_path / "KuaiRec"), str(tmp_path)), tmp_path / "set")
+    _, users, _ = read(tmp_path / "set")
+    assert users[2][1] == (1, 1593878915438)
+    assert (info.users, info.items, info.events, info.time_unit) == (5, 5, 25, "ms")
+
+
+def test_synthetic_histories_as_a_dataset(tmp_path):
+    config = SyntheticConfig(users=30, seed=2, items=400)
+    info = prepare_synthetic(config, tmp_path / "set")
+    _, users, _ = read(tmp_path / "set")
+    wanted = {}
+    for block in generate(config):
+        for user, item, time in zip(block.user.tolist(), block.item.tolist(), block.timestamp.tolist(), strict=True):
+            wanted.setdefault(user, []).append((item, time))
+    assert users == wanted
+    assert info.events == sum(map(len, wanted.values()))
+    assert Dataset.open(tmp_path / "set").info.source["synthetic"]["seed"] == 2
+
+
+# --- what can be wrong -----------------------------------------------------------------------------------------------
+
+
+def refused(tmp_path, message, path, **more):
+    options = more.pop("options", None)
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(events(path, **more), tmp_path / "refused", options)
+    assert not (tmp_path / "refused").exists()
+    assert not [name for name in os.listdir(tmp_path) if "unfinished" in name or name.startswith("prepare-")]
+    return str(caught.value)
+
+
+def test_missing_columns(tmp_path):
+    path = write(tmp_path / "log.csv", ["1,2,3"], "who,item,time")
+    assert "log.csv: no column user; the columns are who, item, time" in refused(tmp_path, "no column", path)
+    good = write(tmp_path / "good.csv", ["1,2,3"], "user,item,time")
+    assert "no column colour" in refused(tmp_path, "no column", good, side_columns=["colour"])
+
+
+def test_null_ids_and_times_are_named_or_skipped(tmp_path, caplog):
+    lines = ["1,a,1600000000", ",b,1600000001", "1,,1600000002", "1,d,", "1,e,-5", "1,f,1600000003"]
+    path = write(tmp_path / "log.csv", lines, "user,item,time")
+    message = refused(tmp_path, "bad rows", path)
+    for part in (
+        "1 rows: user is null; 1 rows: item is null; 1 rows: time is null; 1 rows: time is negative",
+        "log.csv row 2: user is null",
+        "row 3: item is null",
+        "--on-bad-rows skip",
+    ):
+        assert part in message
+    info = prepare(events(path), tmp_path / "set", PrepareOptions(on_bad_rows="skip"))
+    assert [item for item, _ in read(tmp_path / "set")[1][1]] == ["a", "f"]
+    assert info.skipped_rows == {"user is null": 1, "item is null": 1, "time is null": 1, "time is negative": 1}
+
+
+def test_rows_are_counted_within_their_own_file(tmp_path):
+    write(tmp_path / "logs" / "a.csv", ["1,a,5", "1,b,6"], "user,item,time")
+    write(tmp_path / "logs" / "b.csv", ["1,a,5", ",b,6"], "user,item,time")
+    assert "b.csv row 2: user is null" in refused(tmp_path, "bad rows", tmp_path / "logs")
+
+
+@pytest.mark.parametrize(("time", "kind"), [("1600000000.5", "DOUBLE"), ("yesterday", "VARCHAR")])
+def test_times_that_are_no_integers(tmp_path, time, kind):
+    path = write(tmp_path / "log.csv", [f"1,a,{time}"], "user,item,time")
+    message = refused(tmp_path, "column time is", path)
+    assert f"column time is {kind}, for example" in message
+    assert "times must be integers" in message
+
+
+def test_an_unlikely_unit_is_a_warning_with_an_example(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.Logger, "warning", lambda self, text, *args: said.append(text % args))
+    path = write(tmp_path / "log.csv", ["1,a,1600000000"], "user,item,time")
+    prepare(events(path, time_unit="ms"), tmp_path / "set")
+    assert said == [
+        "times look wrong for the unit 'ms': 1600000000 would be in the year 1970; is the unit another one?"
+    ]
+
+
+def test_files_that_are_empty_cut_short_or_missing(tmp_path):
+    empty = tmp_path / "empty.csv"
+    empty.write_text("")
+    refused(tmp_path, "empty.csv: the file is empty, not even a header", empty)
+    refused(tmp_path, "no events", write(tmp_path / "header.csv", [], "user,item,time"))
+    pq.write_table(pa.table({"user": [1], "item": [1], "time": [1]}), tmp_path / "cut.parquet")
+    content = (tmp_path / "cut.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[:-20])
+    refused(tmp_path, r"cut.parquet: not a readable Parquet file, perhaps cut short", tmp_path / "cut.parquet")
+    refused(tmp_path, "nowhere.csv: no such file", tmp_path / "nowhere.csv")
+    (tmp_path / "nothing").mkdir()
+    refused(tmp_path, r"no file ending in .parquet, .csv", tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"no ratings.dat below it, and no zip"):
+        sources.ml_1m(str(tmp_path / "nothing"), str(tmp_path))
+
+
+def test_mistakes_in_sql_and_targets(log, tmp_path):
+    refused(tmp_path, "nonsense", log, where="nonsense = 1")
+    message = refused(tmp_path, "target weight", log, target_expression="weight - 1")
+    assert "2 rows: target weight is null, negative or not finite" in message
+    refused(
+        tmp_path, "side column weight is DOUBLE", write(tmp_path / "f.csv", ["1,a,5,x,1.5"]), side_columns=["weight"]
+    )
+    refused(
+        tmp_path,
+        "side column weight has negative values",
+        write(tmp_path / "n.csv", ["1,a,5,x,-1"]),
+        side_columns=["weight"],
+    )
+    refused(tmp_path, "DuckDB cannot start", log, options=PrepareOptions(memory_limit="lots"))
+
+
+def test_an_output_that_exists_is_left_alone(log, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "precious").write_text("keep")
+    with pytest.raises(DataError, match="set exists already: choose another output, or delete it first"):
+        prepare(events(log), tmp_path / "set")
+    assert os.listdir(tmp_path / "set") == ["precious"]
+
+
+def test_nothing_half_written_passes_for_a_dataset(log, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(writer.DatasetWriter, "finish", fail)
+    with pytest.raises(OSError, match="disk full"):
+        prepare(events(log), tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+    with pytest.raises(OSError, match="disk full"):
+        prepare_synthetic(SyntheticConfig(users=3), "memory://half/written")
+    with pytest.raises(DataError, match="no dataset here"):
+        Dataset.open("memory://half/written")
+
+
+def test_the_description_is_plain_json(log, tmp_path):
+    prepare(events(log), tmp_path / "set")
+    plain = json.loads((tmp_path / "set" / "dataset.json").read_text())
+    assert plain["source"]["files"] == ["log.csv"]
+    assert plain["length_histogram"] == {"<=2": 1, "<=5": 1}
