@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ import pyarrow.parquet as pq
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import resolve
-from fuxi_torchrec.data.sources import Source, literal, quote
+from fuxi_torchrec.data.sources import ROWS_PER_FILE, Source, literal, quote
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import DatasetWriter, whole_users
 from fuxi_torchrec.logging import get_logger
@@ -104,11 +105,16 @@ class _Preparation:
         total = self._count()
         items = self._item_vocabulary()
         vocabularies = self._side_vocabularies()
-        done = 0
-        for table in whole_users(self._sorted_events(vocabularies)):
-            self.writer.write(table)
-            done += table.num_rows
-            self.progress("sorting and writing", done, total)
+        done, writing = 0, None
+        with ThreadPoolExecutor(1) as pool:  # one table is written while the next is sorted
+            for table in whole_users(self._sorted_events(vocabularies)):
+                if writing is not None:
+                    writing.result()
+                writing = pool.submit(self.writer.write, table)
+                done += table.num_rows
+                self.progress("sorting and writing", done, total)
+            if writing is not None:
+                writing.result()
         return self.writer.finish(items, skipped, frozenset(vocabularies))
 
     def _sql(self, query: str) -> Any:
@@ -126,7 +132,9 @@ class _Preparation:
     def _check_columns(self) -> str:
         """The log has the columns, and a time that can be used; its SQL expression."""
         found = {row[0]: row[1] for row in self._sql(f"DESCRIBE SELECT * FROM {self.source.reader}").fetchall()}
-        found.pop("filename", None)
+        self.has_rows = "_row" in found
+        for ours in ("filename", "file_row_number", "_row"):
+            found.pop(ours, None)
         missing = [name for name in self.source.columns if name not in found]
         if missing:
             raise DataError(
@@ -145,8 +153,8 @@ class _Preparation:
         if not example:
             raise DataError(f"{self.source.files[0]}: no events")
         raise DataError(
-            f"{self.source.files[0]}: column {name} is {kind}, for example {example[0][0]!r}: times must be integers (seconds, milliseconds or "
-            "microseconds since 1970) or timestamps. A column of mixed kinds counts as VARCHAR"
+            f"{self.source.files[0]}: column {name} is {kind}, for example {example[0][0]!r}: times must be integers "
+            "(seconds, milliseconds or microseconds since 1970) or timestamps. A column of mixed kinds counts as VARCHAR"
         )
 
     def _name_columns(self, time: str) -> None:
@@ -157,12 +165,10 @@ class _Preparation:
             columns.append(f"CAST({s.target} AS FLOAT) AS target")
         columns += [f"{quote(name)} AS {quote('side_' + name)}" for name in s.sides]
         where = f" WHERE {s.where}" if s.where else ""
-        # Parquet is read again for each step; text is parsed once
-        kind = "VIEW" if s.reader.startswith("read_parquet") else "TABLE"
-        self._sql(
-            f"CREATE {kind} log AS SELECT {', '.join(columns)}, filename, row_number() OVER () AS n "
-            f"FROM {s.reader}{where}"
-        )
+        # Parquet is read again for each step and numbers its rows; text is parsed once and numbered then
+        kind, n = ("VIEW", "_row") if self.has_rows else ("TABLE", "row_number() OVER ()")
+        wanted = ", ".join([*columns, "filename", f"{n} AS n"])
+        self._sql(f"CREATE {kind} log AS SELECT {wanted} FROM {s.reader}{where}")
 
     def _bad(self) -> dict[str, str]:
         """What makes a row bad: reason to SQL condition."""
@@ -201,10 +207,11 @@ class _Preparation:
         return skipped
 
     def _first_bad_rows(self, every: str, conditions: dict[str, str]) -> str:
-        """File, row and reason of the first bad rows; rows are counted from 1 within their file, after --where."""
+        """File, row and reason of the first bad rows; rows count from 1 within their file (CSV: after --where)."""
+        row = f"n % {ROWS_PER_FILE} + 1" if self.has_rows else "n - first + 1"
         case = " ".join(f"WHEN {condition} THEN {literal(reason)}" for reason, condition in conditions.items())
         rows = self._sql(
-            f"SELECT filename, n - first + 1, CASE {case} END "
+            f"SELECT filename, {row}, CASE {case} END "
             f"FROM (SELECT * FROM log WHERE {every} ORDER BY n LIMIT 3) "
             "JOIN (SELECT filename, min(n) AS first FROM log GROUP BY filename) USING (filename) ORDER BY n"
         ).fetchall()

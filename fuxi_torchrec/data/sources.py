@@ -23,7 +23,7 @@ class Source:
 
     Attributes:
         files: in the order that decides ties.
-        reader: SQL table function over the files; yields the columns below and ``filename``.
+        reader: SQL table over the files: the columns below, ``filename``, and perhaps ``_row``, the order of the rows.
         user, item, time: column names or SQL expressions.
         time_unit: of the time expression.
         columns: columns that must exist.
@@ -63,6 +63,19 @@ def literal(text: str) -> str:
 def _read(files: Sequence[str], kind: str, options: str = "") -> str:
     names = ", ".join(literal(name) for name in files)
     return f"{kind}([{names}], filename = true{options})"
+
+
+def _parquet(files: Sequence[str]) -> str:
+    """Parquet files with ``_row``, the order of rows by file and by place in it: no pass is needed to number them."""
+    parts = [
+        f"SELECT *, {n} * {ROWS_PER_FILE} + file_row_number AS _row FROM {_read([name], 'read_parquet', _NUMBERED)}"
+        for n, name in enumerate(files)
+    ]
+    return f"({' UNION ALL BY NAME '.join(parts)})"
+
+
+_NUMBERED = ", file_row_number = true"
+ROWS_PER_FILE = 2**40
 
 
 def find_files(path: str, endings: Sequence[str]) -> list[str]:
@@ -106,7 +119,7 @@ def events(
         raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
     if kinds == {"parquet"}:
         _check_parquet(files)
-        reader = _read(files, "read_parquet", ", union_by_name = true")
+        reader = _parquet(files)
     else:
         for name in files:
             if os.path.getsize(name) == 0:

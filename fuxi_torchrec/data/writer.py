@@ -128,7 +128,9 @@ class DatasetWriter:
         if self._writer is None:
             name = f"part-{len(self._files):05d}.parquet"
             filesystem, inside = resolve(f"{self.place}/{name}")
-            self._writer = pq.ParquetWriter(inside, rows.schema, filesystem=filesystem, compression="zstd")
+            # no dictionaries: few values repeat often enough, and trying costs half of the writing
+            options = {"compression": "zstd", "use_dictionary": False}
+            self._writer = pq.ParquetWriter(inside, rows.schema, filesystem=filesystem, **options)
             self._schema, self._open = rows.schema, [0, 0]
         self._writer.write_table(rows, row_group_size=max(1, len(rows)))
         self._open[0] += len(rows)

@@ -1,0 +1,185 @@
+"""Preparing and reading: events per second and memory.
+
+    python -m benchmarks.data [--events N]
+
+Results are checked before any figure is printed. Exit code 1 if a figure that must be reached is missed.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks import harness
+from benchmarks.harness import Aim
+from fuxi_torchrec.data import sources
+from fuxi_torchrec.data.batches import BatchMaker, Items
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.loader import Loader
+from fuxi_torchrec.data.prepare import PrepareOptions, prepare
+from fuxi_torchrec.data.reader import Reader
+from fuxi_torchrec.data.schedule import Plan, Position
+from fuxi_torchrec.data.splits import LeaveOneOut
+from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
+
+MEMORY_LIMIT = "1GB"
+REPEATS = 3
+
+
+def write_log(path: Path, events: int) -> dict[str, float]:
+    """Shuffled events of synthetic users, as a log would hold them: by time, all users mixed."""
+    users = events // 330
+    start = time.perf_counter()
+    parts, made = [], 0
+    for block in generate(SyntheticConfig(users=users * 2, items=20_000)):
+        parts.append(block)
+        made += len(block.user)
+        if made >= events:
+            break
+    seconds = time.perf_counter() - start
+    user, item, when = (
+        np.concatenate([getattr(b, name) for b in parts])[:events] for name in ("user", "item", "timestamp")
+    )
+    order = np.argsort(when, kind="stable")
+    table = pa.table({"user": user[order], "item": item[order], "time": when[order]})
+    pq.write_table(table, path, row_group_size=2**20)
+    return {"events": len(user), "generated_per_second": made / seconds}
+
+
+def prepare_case(log: str, output: str) -> dict[str, float]:
+    """Prepare a log; run in a process of its own."""
+    harness.forget_peak()
+    start = time.perf_counter()
+    source = sources.events(log, "user", "item", "time", "s")
+    info = prepare(source, output, PrepareOptions(memory_limit=MEMORY_LIMIT))
+    seconds = time.perf_counter() - start
+    peak = harness.resident_bytes(peak=True) / 2**20
+    return {"events": info.events, "seconds": seconds, "per_second": info.events / seconds, "peak_mib": peak}
+
+
+def pandas_case(log: str, output: str) -> dict[str, float]:
+    """The same work with pandas: vocabulary by count, stable sort, one row of lists per user, Parquet."""
+    import pandas as pd
+
+    harness.forget_peak()
+    start = time.perf_counter()
+    events = pd.read_parquet(log)
+    counts = events["item"].value_counts()
+    index = pd.Series(np.arange(1, len(counts) + 1, dtype=np.int32), index=counts.index)
+    events["item"] = events["item"].map(index)
+    events = events.sort_values(["user", "time"], kind="stable")
+    rows = events.groupby("user", sort=True).agg({"item": list, "time": list}).reset_index()
+    rows.to_parquet(output, index=False)
+    seconds = time.perf_counter() - start
+    peak = harness.resident_bytes(peak=True) / 2**20
+    return {"events": len(events), "seconds": seconds, "per_second": len(events) / seconds, "peak_mib": peak}
+
+
+def read_case(path: str, workers: int = 0) -> dict[str, float]:
+    """Training batches of one epoch, in one process."""
+    dataset = Dataset.open(path)
+    maker = BatchMaker(Reader(dataset), LeaveOneOut(), Items(np.arange(dataset.info.items + 1) > 0, 0.01))
+    start = time.perf_counter()
+    loader = Loader(maker, Plan(max_length=10_000, cut="windows", batch_tokens=65_536), workers=workers)
+    planned = time.perf_counter()
+    events = sum(batch.events for batch in loader.epoch(Position()))
+    seconds = time.perf_counter() - planned
+    return {"events": events, "plan_seconds": planned - start, "seconds": seconds, "per_second": events / seconds}
+
+
+def check(ours: str, theirs: str) -> None:
+    """Both ways give the same histories."""
+    dataset = Dataset.open(ours)
+    mine = pa.concat_tables([pq.read_table(dataset.file(f.name)) for f in dataset.info.files])
+    other = pq.read_table(theirs)
+    assert mine["user_id"].to_pylist() == other["user"].to_pylist()
+    assert mine["timestamp"].combine_chunks().flatten().equals(other["time"].combine_chunks().flatten())
+    lengths = [np.diff(t.combine_chunks().offsets.to_numpy()) for t in (mine["item"], other["item"])]
+    assert np.array_equal(*lengths)
+    print("results checked")
+
+
+def run(events: int, place: Path) -> dict[str, Any]:
+    """All cases, one line each as they end."""
+    found: dict[str, Any] = {"machine": harness.machine()}
+
+    def case(name: str, result: Any) -> None:
+        found[name] = result
+        print(f"{name}: {json.dumps(result)}", flush=True)
+
+    small, large = str(place / "small.parquet"), str(place / "large.parquet")
+    case("small_log", write_log(place / "small.parquet", events // 10))
+    case("large_log", write_log(place / "large.parquet", events))
+    child = "benchmarks.data"
+    harness.in_child(child, "--prepare", small, str(place / "small"))
+    runs: dict[str, list[Any]] = {"pandas": [], "prepare": []}
+    for number in range(REPEATS):
+        runs["pandas"].append(harness.in_child(child, "--pandas", small, str(place / "pandas.parquet")))
+        runs["prepare"].append(harness.in_child(child, "--prepare", large, str(place / f"set{number}")))
+    check(str(place / "small"), str(place / "pandas.parquet"))
+    for name, results in runs.items():
+        case(name, min(results, key=lambda result: float(result["seconds"])))
+    case("read", harness.in_child(child, "--read", str(place / "set0"), "0"))
+    return found
+
+
+def report(found: dict[str, Any]) -> str:
+    """The section of RESULTS.md."""
+    ours, pandas, read = found["prepare"], found["pandas"], found["read"]
+    rows = [
+        [f"`prepare events`, memory limit {MEMORY_LIMIT}", f"{ours['events']:,}", f"{ours['seconds']:.1f}"],
+        ["pandas: sort, groupby, lists, Parquet", f"{pandas['events']:,}", f"{pandas['seconds']:.1f}"],
+        ["reader: one epoch of training batches, one process", f"{read['events']:,}", f"{read['seconds']:.1f}"],
+    ]
+    for row, case in zip(rows, (ours, pandas, read), strict=True):
+        row.append(f"{case['per_second'] / 1e6:.2f}")
+        row.append(f"{case['peak_mib']:,.0f}" if "peak_mib" in case else "")
+    return "\n\n".join(
+        [
+            f"`python -m benchmarks.data`. {found['machine']}.",
+            harness.table(["", "events", "seconds", "million events/s", "peak memory, MiB"], rows),
+            f"Preparing runs at {ours['per_second'] / pandas['per_second']:.1f} times the rate of pandas, which has a "
+            f"tenth of the events; the best of {REPEATS} runs each, taken in turn. The synthetic generator makes "
+            f"{found['large_log']['generated_per_second'] / 1e6:.1f} million events/s.",
+        ]
+    )
+
+
+def main() -> int:
+    """Check, measure, write down."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__.splitlines()[0])
+    parser.add_argument("--events", type=int, default=20_000_000, help="fewer: nothing is written down")
+    for name in ("prepare", "pandas", "read"):
+        parser.add_argument(f"--{name}", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.prepare or args.pandas or args.read:
+        if args.prepare:
+            result = prepare_case(*args.prepare)
+        elif args.pandas:
+            result = pandas_case(*args.pandas)
+        else:
+            result = read_case(args.read[0], int(args.read[1]))
+        print(json.dumps(result))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="bench-data-") as place:
+        found = run(args.events, Path(place))
+    if args.events >= 20_000_000:
+        harness.publish("data", "Data", report(found), found)
+    return harness.conclude(
+        [
+            Aim("prepare against pandas, events/s", found["prepare"]["per_second"] / found["pandas"]["per_second"], 5),
+            Aim("peak memory of prepare, GB", found["prepare"]["peak_mib"] * 2**20 / 1e9, 3, at_most=True),
+            Aim("reader, million events/s", found["read"]["per_second"] / 1e6, 2),
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
