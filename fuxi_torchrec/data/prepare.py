@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -105,16 +104,11 @@ class _Preparation:
         total = self._count()
         items = self._item_vocabulary()
         vocabularies = self._side_vocabularies()
-        done, writing = 0, None
-        with ThreadPoolExecutor(1) as pool:  # one table is written while the next is sorted
-            for table in whole_users(self._sorted_events(vocabularies)):
-                if writing is not None:
-                    writing.result()
-                writing = pool.submit(self.writer.write, table)
-                done += table.num_rows
-                self.progress("sorting and writing", done, total)
-            if writing is not None:
-                writing.result()
+        done = 0
+        for table in whole_users(self._sorted_events(vocabularies)):
+            self.writer.write(table)
+            done += table.num_rows
+            self.progress("sorting and writing", done, total)
         return self.writer.finish(items, skipped, frozenset(vocabularies))
 
     def _sql(self, query: str) -> Any:
