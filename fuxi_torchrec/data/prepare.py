@@ -148,7 +148,7 @@ class _Preparation:
             raise DataError(f"{self.source.files[0]}: no events")
         raise DataError(
             f"{self.source.files[0]}: column {name} is {kind}, for example {example[0][0]!r}: times must be integers "
-            "(seconds, milliseconds or microseconds since 1970) or timestamps. A column of mixed kinds counts as VARCHAR"
+            "(seconds, milliseconds or microseconds since 1970) or timestamps; mixed kinds count as VARCHAR"
         )
 
     def _name_columns(self, time: str) -> None:
@@ -179,14 +179,20 @@ class _Preparation:
         return bad
 
     def _check_rows(self) -> dict[str, int]:
-        """Count bad rows; name the first ones, or leave them out."""
+        """Count bad rows; name the first ones, or leave them out. The same pass counts each item's events."""
         conditions = self._bad()
-        counts = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
-        *numbers, first, last = self._row(f"SELECT {counts}, min(timestamp), max(timestamp) FROM log")
+        every = " OR ".join(f"({condition})" for condition in conditions.values())
+        bad = [f"count(*) FILTER (WHERE {condition}) AS bad_{n}" for n, condition in enumerate(conditions.values())]
+        good = f"count(*) FILTER (WHERE NOT coalesce(({every}), true)) AS count"
+        self._sql(
+            f"CREATE TABLE item_counts AS SELECT item_id, {good}, {', '.join(bad)}, "
+            "min(timestamp) AS first, max(timestamp) AS last FROM log GROUP BY item_id"
+        )
+        sums = ", ".join(f"sum(bad_{n})" for n in range(len(conditions)))
+        *numbers, first, last = self._row(f"SELECT {sums}, min(first), max(last) FROM item_counts")
         self._warn_about_unit(first, last)
         found = dict(zip(conditions, numbers, strict=True))
         skipped = {reason: int(count) for reason, count in found.items() if count}
-        every = " OR ".join(f"({condition})" for condition in conditions.values())
         if not skipped:
             self._sql("CREATE VIEW events AS SELECT * EXCLUDE (filename) FROM log")
             return {}
@@ -230,9 +236,11 @@ class _Preparation:
                 break
         self._sql("DROP VIEW events")
         self._sql("CREATE VIEW events AS SELECT * FROM kept")
+        self._sql("DROP TABLE item_counts")
+        self._sql("CREATE TABLE item_counts AS SELECT item_id, count(*) AS count FROM kept GROUP BY item_id")
 
     def _count(self) -> int:
-        total = int(self._value("SELECT count(*) FROM events"))
+        total = int(self._value("SELECT coalesce(sum(count), 0) FROM item_counts"))
         if not total:
             raise DataError(
                 f"{self.source.files[0]}{' and others' * (len(self.source.files) > 1)}: no events"
@@ -256,7 +264,7 @@ class _Preparation:
 
     def _item_vocabulary(self) -> int:
         """items.parquet: index 1.. by falling count; with --extend, old indices first and new ones behind them."""
-        counts = "SELECT item_id, count(*) AS count FROM events GROUP BY item_id"
+        counts = "SELECT item_id, count FROM item_counts WHERE count > 0"
         if self.options.extend is None:
             self._sql(
                 "CREATE TABLE items AS SELECT item_id, "
