@@ -1,12 +1,12 @@
 """Training batches of one process, from any position, with or without worker processes.
 
 A position is an epoch and a step, and a step's sequences follow from these two alone. So a plain ``DataLoader`` over
-step numbers is enough: it keeps the order, its workers carry no state, and to resume is to begin at another step.
+positions is enough: it keeps the order, its workers carry no state, and to resume is to begin at another step.
 """
 
 from collections.abc import Iterator
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.data.errors import DataError
@@ -44,21 +44,22 @@ class Loader:
         """Steps of an epoch, the same on every process."""
         return self.schedule.steps(epoch)
 
-    def epoch(self, start: Position) -> Iterator[EventBatch]:
-        """The micro-batches from a position to the end of its epoch."""
-        steps = _Steps(self, start.epoch)
-        order = range(start.step, self.steps(start.epoch))
+    def batches(self, start: Position, end_epoch: int) -> Iterator[EventBatch]:
+        """The micro-batches from a position to the beginning of an epoch; workers stay for the whole way."""
         loader = DataLoader(
-            steps,
+            _Steps(self),
             batch_size=None,
-            sampler=order,
+            sampler=_Positions(self, start, end_epoch),
             num_workers=self.workers,
-            persistent_workers=False,
             prefetch_factor=4 if self.workers else None,
             multiprocessing_context="spawn" if self.workers else None,
         )
         for micro_batches in loader:
             yield from micro_batches
+
+    def epoch(self, start: Position) -> Iterator[EventBatch]:
+        """The micro-batches from a position to the end of its epoch."""
+        return self.batches(start, start.epoch + 1)
 
     def step(self, position: Position) -> list[EventBatch]:
         """The micro-batches of one step; the last one carries the position after it."""
@@ -78,14 +79,24 @@ class Loader:
         return max(loads) * self.world_size / max(1, sum(loads))
 
 
+class _Positions(Sampler[Position]):
+    """All steps from a position to the beginning of an epoch, in order."""
+
+    def __init__(self, loader: Loader, start: Position, end_epoch: int) -> None:
+        self.loader, self.start, self.end_epoch = loader, start, end_epoch
+
+    def __iter__(self) -> Iterator[Position]:
+        for epoch in range(self.start.epoch, self.end_epoch):
+            first = self.start.step if epoch == self.start.epoch else 0
+            for step in range(first, self.loader.steps(epoch)):
+                yield Position(epoch, step)
+
+
 class _Steps(Dataset[list[EventBatch]]):
-    """Step numbers to micro-batches, for a DataLoader."""
+    """Positions to micro-batches, for a DataLoader."""
 
-    def __init__(self, loader: Loader, epoch: int) -> None:
-        self.loader, self.epoch = loader, epoch
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
 
-    def __len__(self) -> int:
-        return self.loader.steps(self.epoch)
-
-    def __getitem__(self, step: int) -> list[EventBatch]:
-        return self.loader.step(Position(self.epoch, step))
+    def __getitem__(self, position: Position) -> list[EventBatch]:
+        return self.loader.step(position)

@@ -88,8 +88,8 @@ def test_processes_share_the_same_global_batches(dataset, world_size):
 
 def test_worker_processes_change_nothing(dataset):
     plan = Plan(max_length=20, batch_tokens=300)
-    none = list(make_loader(dataset, plan).epoch(Position()))
-    two = list(make_loader(dataset, plan, workers=2).epoch(Position()))
+    none = [b for epoch in (0, 1) for b in make_loader(dataset, plan).epoch(Position(epoch))]
+    two = list(make_loader(dataset, plan, workers=2).batches(Position(), end_epoch=2))
     assert [users_of(b) for b in none] == [users_of(b) for b in two]
 
 
