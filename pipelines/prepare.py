@@ -115,9 +115,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup_logging()
     try:
         info = run(args)
-    except (DataError, ValueError) as error:
+    except (DataError, ValueError, OSError) as error:
         print(f"prepare: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("prepare: interrupted; nothing was written", file=sys.stderr)
+        return 130
     span = f"{as_utc(info.first_time, info.time_unit)} to {as_utc(info.last_time, info.time_unit)}"
     print(f"{args.output}: {info.users:,} users, {info.items:,} items, {info.events:,} events, {span}")
     if info.skipped_rows:

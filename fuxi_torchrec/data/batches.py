@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fuxi_torchrec.data.reader import Block, Reader
 from fuxi_torchrec.data.schedule import Position, Schedule
-from fuxi_torchrec.data.splits import Part, Split
+from fuxi_torchrec.data.splits import Bounds, LeaveOneOut, Part, Split
 
 Ints = NDArray[np.int64]
 
@@ -35,7 +35,7 @@ class EventBatch:
         offsets: (B + 1,) int64.
         sides: side features of the input events.
         users: (B,) rows of the users in the dataset.
-        end: where training stands after this batch; None outside training.
+        end: where training stands after this batch, on the last micro-batch of a step; None elsewhere.
         ends_step: whether the step is complete with this micro-batch.
     """
 
@@ -72,6 +72,10 @@ class Items:
     known: NDArray[np.bool_]
     oov_rate: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.oov_rate < 1.0:
+            raise ValueError(f"oov_rate must be at least 0 and below 1, not {self.oov_rate}")
 
     def inputs(self, items: Ints, draw: NDArray[np.uint64] | None) -> Ints:
         """Input indices as the model sees them; ``draw`` is a random number per event, None outside training."""
@@ -114,7 +118,7 @@ class BatchMaker:
         user, window = schedule.sequences.user[order], schedule.sequences.window[order]
         pieces = []
         for number, block, rows, part in self._blocks(user):
-            train_end = self.split.bounds(block.offsets, block.times, block.weights).train_end[rows]
+            train_end = self._bounds(block).train_end[rows]
             inputs = np.maximum(train_end - 1, 0)  # the last one is only a target
             if plan.cut == "recent":
                 begin, stop = np.maximum(inputs - plan.max_length, 0), inputs
@@ -132,18 +136,33 @@ class BatchMaker:
         pieces = []
         order = np.sort(users)
         for number, block, rows, chosen in self._blocks(order):
-            target = self.split.bounds(block.offsets, block.times, block.weights).target(part)[rows]
+            target = self._bounds(block).target(part)[rows]
             has = target >= 1
             begin = np.maximum(target[has] - max_length, 0)
             pieces.append(_Piece(number, block, rows[has], begin, target[has], order[chosen][has]))
         return _only_last_targets(self._join(pieces, None, None, True))
+
+    def _bounds(self, block: Block) -> Bounds:
+        """The split of a block's users, kept with the block."""
+        if self.split not in block.kept:
+            block.kept[self.split] = self.split.bounds(block.offsets, block.times, block.weights)
+        found: Bounds = block.kept[self.split]
+        return found
+
+    def train_lengths(self) -> Ints:
+        """Training events of each user, in row order."""
+        if isinstance(self.split, LeaveOneOut) and not self.reader.dataset.info.has_target:
+            offsets = np.concatenate([[0], np.cumsum(self.reader.lengths())])  # lengths alone decide
+            return self.split.bounds(offsets, np.zeros(0, np.int64), None).train_end
+        blocks = range(len(self.reader.groups))
+        return np.concatenate([np.zeros(0, np.int64), *(self._bounds(self.reader.block(n)).train_end for n in blocks)])
 
     def item_counts(self) -> Ints:
         """Events of each item in the training split: (items + 1,)."""
         counts = np.zeros(self.reader.dataset.info.items + 1, np.int64)
         for number in range(len(self.reader.groups)):
             block = self.reader.block(number)
-            train_end = self.split.bounds(block.offsets, block.times, block.weights).train_end
+            train_end = self._bounds(block).train_end
             index = _ranges(block.offsets[:-1], block.offsets[:-1] + train_end)
             counts += np.bincount(block.items[index], minlength=len(counts))
         return counts
@@ -188,7 +207,7 @@ class BatchMaker:
                     parts.append((side.values[index], None))
                 else:
                     inner = _ranges(side.offsets[index], side.offsets[index + 1])
-                    parts.append((side.values[inner], np.diff(side.offsets)[index]))
+                    parts.append((side.values[inner], side.offsets[index + 1] - side.offsets[index]))
         return EventBatch(
             items=_tensor(items),
             targets=_tensor(targets),

@@ -36,9 +36,11 @@ class Loader:
         streams_of_rank(rank, world_size, plan.num_streams)  # refuses more processes than streams
         self.maker, self.rank, self.world_size = maker, rank, world_size
         self.max_tokens_per_rank, self.workers = max_tokens_per_rank, workers
-        self.schedule = Schedule(maker.reader.lengths(), maker.reader.block_of_user, plan)
+        self.schedule = Schedule(maker.train_lengths(), maker.reader.block_of_user, plan)
         if not len(self.schedule.sequences):
-            raise DataError(f"{maker.reader.dataset.path}: nothing to train on: no user has two events")
+            raise DataError(
+                f"{maker.reader.dataset.path}: nothing to train on: no user has two events in the training split"
+            )
 
     def steps(self, epoch: int) -> int:
         """Steps of an epoch, the same on every process."""
@@ -67,7 +69,10 @@ class Loader:
         after = Position(epoch, step + 1) if step + 1 < self.steps(epoch) else Position(epoch + 1, 0)
         parts = self.schedule.micro_batches(epoch, step, self.rank, self.world_size, self.max_tokens_per_rank)
         last = len(parts) - 1
-        return [self.maker.training(self.schedule, part, epoch, after, n == last) for n, part in enumerate(parts)]
+        return [
+            self.maker.training(self.schedule, part, epoch, after if n == last else None, n == last)
+            for n, part in enumerate(parts)
+        ]
 
     def balance(self, epoch: int) -> float:
         """Events of the busiest process over the mean, over an epoch: 1 is perfect."""

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import resolve
-from fuxi_torchrec.data.sources import ROWS_PER_FILE, Source, literal, quote
+from fuxi_torchrec.data.filesystem import exists, resolve
+from fuxi_torchrec.data.sources import FILE, ROW, ROWS_PER_FILE, Source, literal, quote
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import DatasetWriter, whole_users
 from fuxi_torchrec.logging import get_logger
@@ -82,7 +83,10 @@ def _connect(output: str | Path, options: PrepareOptions) -> Iterator[Any]:
 
 
 def _without_hints(message: str) -> str:
-    return message.split("\n\n")[0].strip()
+    """DuckDB's message without its advice on reading options, but with the file it speaks of."""
+    first = message.split("\n\n")[0].strip()
+    file = re.search(r"file ?= ?(\S+)", message)
+    return f"{file[1]}: {first}" if file is not None and file[1] not in first else first
 
 
 class _Preparation:
@@ -126,8 +130,8 @@ class _Preparation:
     def _check_columns(self) -> str:
         """The log has the columns, and a time that can be used; its SQL expression."""
         found = {row[0]: row[1] for row in self._sql(f"DESCRIBE SELECT * FROM {self.source.reader}").fetchall()}
-        self.has_rows = "_row" in found
-        for ours in ("filename", "file_row_number", "_row"):
+        self.has_rows = ROW in found
+        for ours in (FILE, ROW):
             found.pop(ours, None)
         missing = [name for name in self.source.columns if name not in found]
         if missing:
@@ -135,14 +139,20 @@ class _Preparation:
                 f"{self.source.files[0]}: no column {', '.join(missing)}; the columns are {', '.join(found)}"
             )
         self.types = found
+        for name in self.source.columns[:2]:
+            if found[name] not in (*_INTEGERS, "VARCHAR"):
+                raise DataError(
+                    f"{self.source.files[0]}: column {name} is {found[name]}: ids must be integers of at most 64 bits, "
+                    "signed, or text"
+                )
         if not self.source.check_time_type:
             return self.source.time
         name = self.source.columns[2]
         kind = found[name]
-        if kind in _INTEGERS:
+        if kind in (*_INTEGERS, "UBIGINT"):
             return f"CAST({self.source.time} AS BIGINT)"
         if kind.startswith("TIMESTAMP") or kind == "DATE":
-            return f"CAST({_TIMESTAMP[self.source.time_unit]}({self.source.time}) AS BIGINT)"
+            return f"CAST(floor({_TIMESTAMP[self.source.time_unit]}({self.source.time})) AS BIGINT)"
         example = self._sql(f"SELECT {self.source.time} FROM {self.source.reader} LIMIT 1").fetchall()
         if not example:
             raise DataError(f"{self.source.files[0]}: no events")
@@ -160,9 +170,11 @@ class _Preparation:
         columns += [f"{quote(name)} AS {quote('side_' + name)}" for name in s.sides]
         where = f" WHERE {s.where}" if s.where else ""
         # Parquet is read again for each step and numbers its rows; text is parsed once and numbered then
-        kind, n = ("VIEW", "_row") if self.has_rows else ("TABLE", "row_number() OVER ()")
-        wanted = ", ".join([*columns, "filename", f"{n} AS n"])
-        self._sql(f"CREATE {kind} log AS SELECT {wanted} FROM {s.reader}{where}")
+        kind, log = "VIEW", s.reader
+        if not self.has_rows:
+            kind, log = "TABLE", f"(SELECT *, row_number() OVER () AS {ROW} FROM {s.reader})"
+        wanted = ", ".join([*columns, f"{FILE} AS source_file", f"{ROW} AS n"])
+        self._sql(f"CREATE {kind} log AS SELECT {wanted} FROM {log}{where}")
 
     def _bad(self) -> dict[str, str]:
         """What makes a row bad: reason to SQL condition."""
@@ -194,9 +206,9 @@ class _Preparation:
         found = dict(zip(conditions, numbers, strict=True))
         skipped = {reason: int(count) for reason, count in found.items() if count}
         if not skipped:
-            self._sql("CREATE VIEW events AS SELECT * EXCLUDE (filename) FROM log")
+            self._sql("CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log")
             return {}
-        self._sql(f"CREATE VIEW events AS SELECT * EXCLUDE (filename) FROM log WHERE NOT coalesce(({every}), true)")
+        self._sql(f"CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log WHERE NOT coalesce(({every}), true)")
         lines = [f"{count:,} rows: {reason}" for reason, count in skipped.items()]
         if self.options.on_bad_rows == "error":
             examples = self._first_bad_rows(every, conditions)
@@ -207,13 +219,18 @@ class _Preparation:
         return skipped
 
     def _first_bad_rows(self, every: str, conditions: dict[str, str]) -> str:
-        """File, row and reason of the first bad rows; rows count from 1 within their file (CSV: after --where)."""
+        """File, row and reason of the first bad rows; rows count from 1 within their file."""
+        if not self.has_rows:
+            firsts = f"SELECT {FILE} AS source_file, min({ROW}) AS first FROM "
+            firsts += f"(SELECT {FILE}, row_number() OVER () AS {ROW} FROM {self.source.reader}) GROUP BY 1"
+        else:
+            firsts = "SELECT DISTINCT source_file, 0 AS first FROM log"
         row = f"n % {ROWS_PER_FILE} + 1" if self.has_rows else "n - first + 1"
         case = " ".join(f"WHEN {condition} THEN {literal(reason)}" for reason, condition in conditions.items())
         rows = self._sql(
-            f"SELECT filename, {row}, CASE {case} END "
+            f"SELECT source_file, {row}, CASE {case} END "
             f"FROM (SELECT * FROM log WHERE {every} ORDER BY n LIMIT 3) "
-            "JOIN (SELECT filename, min(n) AS first FROM log GROUP BY filename) USING (filename) ORDER BY n"
+            f"JOIN ({firsts}) USING (source_file) ORDER BY n"
         ).fetchall()
         return "First: " + "; ".join(f"{name} row {row}: {reason}" for name, row, reason in rows)
 
@@ -263,48 +280,58 @@ class _Preparation:
                 return
 
     def _item_vocabulary(self) -> int:
-        """items.parquet: index 1.. by falling count; with --extend, old indices first and new ones behind them."""
-        counts = "SELECT item_id, count FROM item_counts WHERE count > 0"
-        if self.options.extend is None:
-            self._sql(
-                "CREATE TABLE items AS SELECT item_id, "
-                f"CAST(row_number() OVER (ORDER BY count DESC, item_id) AS INTEGER) AS index, count FROM ({counts})"
-            )
-        else:
-            previous = Dataset.open(self.options.extend)
-            if previous.info.time_unit != self.source.time_unit:
-                raise DataError(
-                    f"{self.options.extend} has times in {previous.info.time_unit!r}, "
-                    f"this source in {self.source.time_unit!r}"
-                )
-            self._load("old_items", previous.file(ITEMS))
-            self._check_same_type("item_id", "old_items", previous.file(ITEMS))
-            top = self._value("SELECT coalesce(max(index), 0) FROM old_items")
-            self._sql(
-                f"CREATE TABLE items AS WITH counts AS ({counts}) "
-                "SELECT o.item_id, o.index, coalesce(c.count, 0) AS count "
-                "FROM old_items o LEFT JOIN counts c USING (item_id) UNION ALL "
-                f"SELECT item_id, CAST({top} + row_number() OVER (ORDER BY count DESC, item_id) AS INTEGER), count "
-                "FROM counts WHERE item_id NOT IN (SELECT item_id FROM old_items)"
-            )
+        """items.parquet: what every item index means."""
+        old = self._previous(ITEMS)
+        if old is not None:
+            self._check_same_type("item_id", old)
+        self._vocabulary("items", "item_id", "SELECT item_id, count FROM item_counts WHERE count > 0", old)
         table = self.connection.sql("SELECT item_id, index, count FROM items ORDER BY index").to_arrow_table()
         self.writer.write_table(ITEMS, table)
         return int(table.num_rows)
 
+    def _previous(self, name: str) -> str | None:
+        """The path of a vocabulary of the dataset that is extended, None if there is none."""
+        if self.options.extend is None:
+            return None
+        previous = Dataset.open(self.options.extend)
+        if previous.info.time_unit != self.source.time_unit:
+            raise DataError(
+                f"{self.options.extend} has times in {previous.info.time_unit!r}, "
+                f"this source in {self.source.time_unit!r}"
+            )
+        return previous.file(name) if exists(previous.file(name)) else None
+
+    def _vocabulary(self, table: str, column: str, counts: str, old: str | None) -> None:
+        """Indices 1.. by falling count; with an old vocabulary, its indices first and new values behind them."""
+        new = f"CAST(row_number() OVER (ORDER BY count DESC, {column}) AS INTEGER)"
+        if old is None:
+            self._sql(f"CREATE TABLE {quote(table)} AS SELECT {column}, {new} AS index, count FROM ({counts})")
+            return
+        before = quote("old_" + table)
+        self._load("old_" + table, old)
+        top = self._value(f"SELECT coalesce(max(index), 0) FROM {before}")
+        self._sql(
+            f"CREATE TABLE {quote(table)} AS WITH counts AS ({counts}) "
+            f"SELECT o.{column}, o.index, coalesce(c.count, 0) AS count "
+            f"FROM {before} o LEFT JOIN counts c USING ({column}) UNION ALL "
+            f"SELECT {column}, CAST({top} + {new} AS INTEGER), count "
+            f"FROM counts WHERE {column} NOT IN (SELECT {column} FROM {before})"
+        )
+
     def _load(self, name: str, path: str) -> None:
         filesystem, inside = resolve(path)
-        self.connection.register(f"{name}_arrow", pq.read_table(inside, filesystem=filesystem))
-        self._sql(f"CREATE TABLE {name} AS SELECT * FROM {name}_arrow")
+        self.connection.register("loaded", pq.read_table(inside, filesystem=filesystem))
+        self._sql(f"CREATE TABLE {quote(name)} AS SELECT * FROM loaded")
+        self.connection.unregister("loaded")
 
-    def _check_same_type(self, column: str, old: str, path: str) -> None:
-        def kind(table: str) -> str:
-            name = self._value(f"SELECT typeof({column}) FROM {table} LIMIT 1")
-            return "integer" if name in _INTEGERS else str(name)
-
-        if kind("events") != kind(old):
-            raise DataError(
-                f"{path} has {column} as {kind(old)}, this source as {kind('events')}: they must be of one kind"
-            )
+    def _check_same_type(self, column: str, path: str) -> None:
+        """Ids of the events and of an old vocabulary are of one kind."""
+        filesystem, inside = resolve(path)
+        old = pq.read_schema(inside, filesystem=filesystem).field(column).type
+        was = "text" if pa.types.is_string(old) or pa.types.is_large_string(old) else "integer"
+        now = "text" if self._value(f"SELECT typeof({column}) FROM events LIMIT 1") == "VARCHAR" else "integer"
+        if was != now:
+            raise DataError(f"{path} has {column} as {was}, this source as {now}: they must be of one kind")
 
     def _side_vocabularies(self) -> list[str]:
         """Strings get a vocabulary, side-NAME.parquet, indices 1.. by falling count; integers stay as they are."""
@@ -318,11 +345,8 @@ class _Preparation:
                 continue
             if kind != "VARCHAR":
                 raise DataError(f"side column {name} is {kind}: integers, lists of integers or strings can be used")
-            self._sql(
-                f"CREATE TABLE {quote('side_table_' + name)} AS SELECT value, "
-                "CAST(row_number() OVER (ORDER BY count DESC, value) AS INTEGER) AS index, count FROM "
-                f"(SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1)"
-            )
+            counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
+            self._vocabulary("side_table_" + name, "value", counts, self._previous(f"side-{name}.parquet"))
             query = f"SELECT value, index, count FROM {quote('side_table_' + name)} ORDER BY index"
             self.writer.write_table(f"side-{name}.parquet", self.connection.sql(query).to_arrow_table())
             coded.append(name)
@@ -345,7 +369,8 @@ class _Preparation:
                 columns.append(f"coalesce({table}.index, 0) AS {quote(name)}")
                 joins += f" LEFT JOIN {table} ON {column} = {table}.value"
             elif self.types[name].endswith("[]"):
-                columns.append(f"coalesce(CAST({column} AS BIGINT[]), []) AS {quote(name)}")
+                values = f"list_filter(CAST({column} AS BIGINT[]), lambda x: x IS NOT NULL)"
+                columns.append(f"coalesce({values}, []) AS {quote(name)}")
             else:
                 columns.append(f"CAST(coalesce({column}, 0) AS BIGINT) AS {quote(name)}")
         query = f"SELECT {', '.join(columns)} FROM events {joins} ORDER BY user_id, timestamp, n"

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -38,12 +38,14 @@ class Block:
     times: NDArray[np.int64]
     weights: NDArray[np.float32] | None
     sides: dict[str, SideColumn]
+    kept: dict[Any, Any] = field(default_factory=dict)  # what others computed from the block, as long as it is held
 
     @property
     def size(self) -> int:
         """Bytes held."""
-        arrays = [self.offsets, self.items, self.times, *(side.values for side in self.sides.values())]
-        return sum(array.nbytes for array in arrays)
+        sides = [array for side in self.sides.values() for array in (side.values, side.offsets)]
+        arrays = [self.offsets, self.items, self.times, self.weights, *sides]
+        return sum(array.nbytes for array in arrays if array is not None)
 
 
 class Reader:
@@ -70,7 +72,7 @@ class Reader:
                 f"{dataset.path}: no side feature {', '.join(missing)}; there are {', '.join(sorted(known)) or 'none'}"
             )
         self.dataset, self.sides, self.on_bad_rows, self.cache_bytes = dataset, tuple(sides), on_bad_rows, cache_bytes
-        self.bad_rows: dict[str, int] = {}
+        self.bad_rows: dict[int, int] = {}  # by block
         self._files: dict[int, Any] = {}
         self._cache: OrderedDict[int, Block] = OrderedDict()
         groups, users = [], []
@@ -201,9 +203,9 @@ class Reader:
         message = f"{path}: {int(bad.sum())} bad rows, the first is row {row}: {reason}"
         if self.on_bad_rows == "error":
             raise DataError(f"{message}. Prepare the dataset again, or leave such users out with on_bad_rows: skip")
-        if path not in self.bad_rows:
+        if number not in self.bad_rows:
             logger.warning("%s; such users are left out", message)
-        self.bad_rows[path] = self.bad_rows.get(path, 0) + int(bad.sum())
+        self.bad_rows[number] = int(bad.sum())
         return {name: _emptied(column, bad) for name, column in columns.items()}
 
 
@@ -223,13 +225,20 @@ def _rows(column: pa.Array) -> NDArray[np.int64]:
 
 
 def _has_null(column: pa.Array) -> NDArray[np.bool_]:
-    return column.flatten().is_null().to_numpy(zero_copy_only=False)
+    """Which events are null, or hold a null."""
+    values = column.flatten()
+    found: NDArray[np.bool_] = values.is_null().to_numpy(zero_copy_only=False)
+    if pa.types.is_list(values.type):
+        found = found.copy()
+        found[_rows(values)[values.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
+    return found
 
 
 def _per_row(columns: dict[str, pa.Array], test: Any, rows: int) -> NDArray[np.bool_]:
     found = np.zeros(rows, dtype=bool)
     for name, column in columns.items():
-        if column.flatten().null_count:
+        values = column.flatten()
+        if values.null_count or (pa.types.is_list(values.type) and values.flatten().null_count):
             found[_rows(column)[test(name, column)]] = True
     return found
 

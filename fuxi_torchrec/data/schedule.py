@@ -98,7 +98,7 @@ class Schedule:
     """The steps of a dataset.
 
     Args:
-        lengths: events of each user, in row order.
+        lengths: training events of each user, in row order.
         block_of_user: the block (row group) that holds each user; never decreases.
         plan: how to batch.
     """
@@ -176,13 +176,15 @@ class Schedule:
         plan = self.plan
         budget = plan.batch_tokens if plan.batch_tokens is not None else plan.batch_users
         assert budget is not None
+        usual = int(self._charge.mean()) if len(self._charge) else 0
         found = []
         for stream in range(plan.num_streams):
             order = self._order(stream, epoch)
             charge = self._charge[order]
             spent_before = np.cumsum(charge) - charge
-            # emitted in the first step t for which the credit t · budget / streams exceeds what was spent before
-            steps = spent_before * plan.num_streams // budget
+            # emitted in the first step t for which the credit t · budget / streams exceeds what was spent before; the
+            # streams begin a little after one another, so that they do not all emit in the same steps
+            steps = (spent_before * plan.num_streams + stream * usual) // budget
             found.append((order, steps))
         return found
 

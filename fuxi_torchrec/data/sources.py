@@ -23,7 +23,7 @@ class Source:
 
     Attributes:
         files: in the order that decides ties.
-        reader: SQL table over the files: the columns below, ``filename``, and perhaps ``_row``, the order of the rows.
+        reader: SQL table over the files: the columns below, the file's name, and perhaps the order of the rows.
         user, item, time: column names or SQL expressions.
         time_unit: of the time expression.
         columns: columns that must exist.
@@ -62,20 +62,24 @@ def literal(text: str) -> str:
 
 def _read(files: Sequence[str], kind: str, options: str = "") -> str:
     names = ", ".join(literal(name) for name in files)
-    return f"{kind}([{names}], filename = true{options})"
+    return f"{kind}([{names}], filename = {literal(FILE)}{options})"
 
 
 def _parquet(files: Sequence[str]) -> str:
-    """Parquet files with ``_row``, the order of rows by file and by place in it: no pass is needed to number them."""
+    """Parquet files that number their rows, by file and by place in it: sorting needs no pass to do so."""
     parts = [
-        f"SELECT *, {n} * {ROWS_PER_FILE} + file_row_number AS _row FROM {_read([name], 'read_parquet', _NUMBERED)}"
+        f"SELECT * EXCLUDE (file_row_number), {n} * {ROWS_PER_FILE} + file_row_number AS {ROW} "
+        f"FROM {_read([name], 'read_parquet', ', file_row_number = true')}"
         for n, name in enumerate(files)
     ]
     return f"({' UNION ALL BY NAME '.join(parts)})"
 
 
-_NUMBERED = ", file_row_number = true"
+# columns that a reader adds to the log's own
+FILE, ROW = "__source_file", "__source_row"
 ROWS_PER_FILE = 2**40
+# columns of a dataset that no side feature can be named like
+RESERVED = ("user_id", "item", "timestamp", "target")
 
 
 def find_files(path: str, endings: Sequence[str]) -> list[str]:
@@ -113,18 +117,27 @@ def events(
     min_item_events: int = 1,
 ) -> Source:
     """CSV or Parquet logs with named columns."""
+    for name in side_columns:
+        if name in RESERVED or list(side_columns).count(name) > 1:
+            raise DataError(
+                f"side column {name} is named twice, or like one of the dataset's own: {', '.join(RESERVED)}"
+            )
     files = find_files(path, (".parquet", ".csv", ".csv.gz", ".tsv"))
     kinds = {"parquet" if name.endswith(".parquet") else "csv" for name in files}
     if len(kinds) > 1:
         raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
     if kinds == {"parquet"}:
         _check_parquet(files)
-        reader = _parquet(files)
+        numbered = not any("file_row_number" in pq.read_schema(name).names for name in files)
+        reader = _parquet(files) if numbered else _read(files, "read_parquet", ", union_by_name = true")
     else:
         for name in files:
             if os.path.getsize(name) == 0:
                 raise DataError(f"{name}: the file is empty, not even a header")
-        reader = _read(files, "read_csv", ", header = true, union_by_name = true, sample_size = 200000")
+        # the whole file decides a column's type, not its first rows: nothing is rounded or refused half-way
+        delimiter = "\t" if all(name.endswith(".tsv") for name in files) else ","
+        options = f", header = true, union_by_name = true, sample_size = -1, delim = {literal(delimiter)}"
+        reader = _read(files, "read_csv", options)
     return Source(
         tuple(files),
         reader,

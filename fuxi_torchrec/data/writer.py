@@ -32,7 +32,7 @@ from fuxi_torchrec.data.dataset import (
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import exists, is_local, resolve, write_bytes
 
-ROW_GROUP_EVENTS = 2**18
+ROW_GROUP_EVENTS = 2**16  # small: the reader mixes several row groups of every stream
 FILE_EVENTS = 2**23
 
 
@@ -226,7 +226,7 @@ class DatasetWriter:
         write_bytes(f"{self.place}/{INFO}", info.to_json().encode())
         if self.place != self.output:
             if exists(self.output):
-                raise DataError(f"{self.output} appeared while this was running; the result is in {self.place}")
+                raise DataError(f"{self.output} appeared while this was running: choose another output")
             os.rename(self.place, self.output)
         return info
 
@@ -238,7 +238,9 @@ class DatasetWriter:
     ) -> None:
         """After an error nothing is left behind locally; remotely there is no ``dataset.json``."""
         self._pool.shutdown(wait=True)
-        if self._writer is not None:
-            self._writer.close()
-        if kind is not None and is_local(self.output):
-            shutil.rmtree(self.place, ignore_errors=True)
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        finally:
+            if kind is not None and is_local(self.output):
+                shutil.rmtree(self.place, ignore_errors=True)

@@ -9,7 +9,7 @@ from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan, Position
-from fuxi_torchrec.data.splits import LeaveOneOut
+from fuxi_torchrec.data.splits import ByTime, LeaveOneOut
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
 
 
@@ -177,8 +177,36 @@ def test_empty_parts_are_legal_batches(dataset):
 
 def test_a_dataset_with_nothing_to_train_on_is_refused(tmp_path):
     dataset = make_dataset(tmp_path / "set", [(np.array([1]), np.array([5]))] * 3)
-    with pytest.raises(DataError, match="nothing to train on: no user has two events"):
+    with pytest.raises(DataError, match="nothing to train on: no user has two events in the training split"):
         make_loader(dataset, Plan(max_length=5, batch_tokens=10))
+
+
+def test_the_budget_counts_training_events_only(tmp_path):
+    histories = random_histories(3, users=60, longest=80)
+    dataset = make_dataset(tmp_path / "set", histories)
+    split = ByTime(test_from=1_600_005_000)
+    maker = BatchMaker(Reader(dataset), split, everything_known(dataset))
+    loader = Loader(maker, Plan(max_length=1000, batch_tokens=100))
+    wanted = [max(0, int((times < 1_600_005_000).sum()) - 1) for _, times in histories]
+    assert (
+        sum(batch.events for batch in loader.epoch(Position())) == sum(wanted) == loader.schedule.sequences.cost.sum()
+    )
+
+
+def test_only_the_last_micro_batch_of_a_step_ends_it(dataset):
+    loader = make_loader(dataset, Plan(max_length=20, batch_tokens=300), max_tokens_per_rank=40)
+    parts = loader.step(Position(0, 0))
+    assert len(parts) > 1
+    assert (
+        [part.ends_step for part in parts]
+        == [part.end is not None for part in parts]
+        == [False] * (len(parts) - 1) + [True]
+    )
+
+
+def test_rates_that_make_no_sense(dataset):
+    with pytest.raises(ValueError, match=r"oov_rate must be at least 0 and below 1, not 1.0"):
+        everything_known(dataset, oov_rate=1.0)
 
 
 def test_draws_are_spread_evenly():

@@ -152,8 +152,61 @@ def test_extending_keeps_every_index_and_appends_the_new(log, tmp_path):
     with pytest.raises(DataError, match="has times in 's', this source in 'ms'"):
         prepare(events(new, time_unit="ms"), tmp_path / "x", PrepareOptions(extend=str(tmp_path / "old")))
     numbers = write(tmp_path / "numbers.csv", [f"7,5,{t},view,1"])
-    with pytest.raises(DataError, match="has item_id as VARCHAR, this source as integer"):
+    with pytest.raises(DataError, match="has item_id as text, this source as integer"):
         prepare(events(numbers), tmp_path / "x", PrepareOptions(extend=str(tmp_path / "old")))
+
+
+def test_extending_keeps_the_indices_of_side_features_too(tmp_path):
+    prepare(
+        events(write(tmp_path / "1.csv", ["1,a,5,click,1", "1,b,6,click,1", "1,a,7,buy,1"]), side_columns=["action"]),
+        tmp_path / "old",
+    )
+    more = write(tmp_path / "2.csv", ["1,a,8,buy,1", "1,a,9,aaa,1", "1,a,9,aaa,1", "1,a,9,aaa,1"])
+    prepare(events(more, side_columns=["action"]), tmp_path / "new", PrepareOptions(extend=str(tmp_path / "old")))
+    rows = pq.read_table(tmp_path / "new" / "side-action.parquet").to_pylist()
+    assert [(r["value"], r["index"]) for r in rows] == [("click", 1), ("buy", 2), ("aaa", 3)]
+
+
+def test_columns_named_like_our_own_change_nothing(tmp_path):
+    header = "user,item,time,n,_row,filename,file_row_number"
+    lines = [f"1,{i},5,{9 - i},{9 - i},x,{9 - i}" for i in range(3)]
+    prepare(events(write(tmp_path / "log.csv", lines, header)), tmp_path / "csv")
+    table = pa.table(
+        {"user": [1] * 3, "item": [0, 1, 2], "time": [5] * 3, "file_row_number": [3, 2, 1], "filename": ["x"] * 3}
+    )
+    pq.write_table(table, tmp_path / "log.parquet")
+    prepare(events(tmp_path / "log.parquet"), tmp_path / "parquet")
+    for name in ("csv", "parquet"):
+        assert [item for item, _ in read(tmp_path / name)[1][1]] == [0, 1, 2]
+    for sides in (["target"], ["n", "n"], ["item"]):
+        with pytest.raises(DataError, match="is named twice, or like one of the dataset's own"):
+            events(tmp_path / "log.csv", side_columns=sides)
+
+
+def test_ids_that_are_neither_integers_nor_text(tmp_path):
+    message = refused(
+        tmp_path, "column user is DOUBLE", write(tmp_path / "f.csv", ["1.2,a,5", "1.4,a,5"], "user,item,time")
+    )
+    assert "ids must be integers of at most 64 bits, signed, or text" in message
+
+
+def test_a_column_is_judged_by_all_of_its_rows(tmp_path):
+    lines = [f"1,{i},{1_600_000_000 + i}" for i in range(30_000)]
+    path = write(tmp_path / "log.csv", [*lines, "1,1,1600000000.5"], "user,item,time")
+    refused(tmp_path, "column time is DOUBLE", path)
+
+
+def test_rows_are_numbered_before_they_are_filtered(tmp_path):
+    path = write(tmp_path / "log.csv", ["1,a,5", "2,a,5", ",a,5"], "user,item,time")
+    message = refused(tmp_path, "bad rows", path, where="user IS DISTINCT FROM 1")
+    assert "log.csv row 3: user is null" in message
+
+
+def test_nulls_inside_lists_are_dropped(tmp_path):
+    table = pa.table({"user": [1], "item": [5], "time": [2], "tags": pa.array([[1, None, 2]], pa.list_(pa.int64()))})
+    pq.write_table(table, tmp_path / "log.parquet")
+    prepare(events(tmp_path / "log.parquet", side_columns=["tags"]), tmp_path / "set")
+    assert read(tmp_path / "set")[2]["tags"].to_pylist() == [[[1, 2]]]
 
 
 def test_long_users_and_many_files(tmp_path, monkeypatch):

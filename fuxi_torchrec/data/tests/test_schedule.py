@@ -100,9 +100,16 @@ def test_batches_keep_to_their_budget_and_debts_are_paid():
     assert max(np.cumsum(sizes) - 4096 * np.arange(1, len(sizes) + 1)) < 16 * 5000
 
 
-def test_batches_of_users():
-    schedule = make([30] * 1000, Plan(max_length=20, batch_users=64))
-    assert {len(schedule.batch(0, s)) for s in range(schedule.steps(0) - 1)} == {64}
+@pytest.mark.parametrize("batch_users", [1, 4, 8, 24, 64])
+def test_batches_of_users_have_that_many(batch_users):
+    schedule = make([30] * 960, Plan(max_length=20, batch_users=batch_users))
+    assert {len(schedule.batch(0, s)) for s in range(schedule.steps(0) - 1)} == {batch_users}
+
+
+def test_streams_do_not_all_emit_in_the_same_steps():
+    schedule = make([1025] * 1600, Plan(max_length=1024, batch_tokens=4096))
+    sizes = [int(schedule.sequences.cost[schedule.batch(0, s)].sum()) for s in range(schedule.steps(0))]
+    assert set(sizes[:-1]) == {4096}
 
 
 def test_shuffling_keeps_few_blocks_open():
