@@ -191,17 +191,11 @@ class _Preparation:
         return bad
 
     def _check_rows(self) -> dict[str, int]:
-        """Count bad rows; name the first ones, or leave them out. The same pass counts each item's events."""
+        """Count bad rows; name the first ones, or leave them out."""
         conditions = self._bad()
         every = " OR ".join(f"({condition})" for condition in conditions.values())
-        bad = [f"count(*) FILTER (WHERE {condition}) AS bad_{n}" for n, condition in enumerate(conditions.values())]
-        good = f"count(*) FILTER (WHERE NOT coalesce(({every}), true)) AS count"
-        self._sql(
-            f"CREATE TABLE item_counts AS SELECT item_id, {good}, {', '.join(bad)}, "
-            "min(timestamp) AS first, max(timestamp) AS last FROM log GROUP BY item_id"
-        )
-        sums = ", ".join(f"sum(bad_{n})" for n in range(len(conditions)))
-        *numbers, first, last = self._row(f"SELECT {sums}, min(first), max(last) FROM item_counts")
+        bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
+        *numbers, first, last = self._row(f"SELECT {bad}, min(timestamp), max(timestamp) FROM log")
         self._warn_about_unit(first, last)
         found = dict(zip(conditions, numbers, strict=True))
         skipped = {reason: int(count) for reason, count in found.items() if count}
@@ -253,10 +247,10 @@ class _Preparation:
                 break
         self._sql("DROP VIEW events")
         self._sql("CREATE VIEW events AS SELECT * FROM kept")
-        self._sql("DROP TABLE item_counts")
-        self._sql("CREATE TABLE item_counts AS SELECT item_id, count(*) AS count FROM kept GROUP BY item_id")
 
     def _count(self) -> int:
+        """Events in all; an error if there are none. Each item's are kept for the vocabulary."""
+        self._sql("CREATE TABLE item_counts AS SELECT item_id, count(*) AS count FROM events GROUP BY item_id")
         total = int(self._value("SELECT coalesce(sum(count), 0) FROM item_counts"))
         if not total:
             raise DataError(
@@ -284,7 +278,7 @@ class _Preparation:
         old = self._previous(ITEMS)
         if old is not None:
             self._check_same_type("item_id", old)
-        self._vocabulary("items", "item_id", "SELECT item_id, count FROM item_counts WHERE count > 0", old)
+        self._vocabulary("items", "item_id", "SELECT item_id, count FROM item_counts", old)
         table = self.connection.sql("SELECT item_id, index, count FROM items ORDER BY index").to_arrow_table()
         self.writer.write_table(ITEMS, table)
         return int(table.num_rows)
