@@ -7,6 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fuxi_torchrec.data.hashing import mix
 from fuxi_torchrec.data.reader import Block, Reader
 from fuxi_torchrec.data.schedule import Position, Schedule
 from fuxi_torchrec.data.splits import Bounds, LeaveOneOut, Part, Split
@@ -83,18 +84,6 @@ class Items:
         if draw is None or self.oov_rate == 0:
             return seen
         return np.where(draw < np.uint64(self.oov_rate * 2.0**64), 0, seen)
-
-
-def mix(*parts: int | NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A hash of numbers, elementwise: random draws that depend on what they are for and on nothing else."""
-    with np.errstate(over="ignore"):
-        state = np.uint64(0x9E3779B97F4A7C15) * np.ones(1, np.uint64)
-        for part in parts:
-            state = state ^ np.asarray(part, dtype=np.uint64)
-            state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            state = state ^ (state >> np.uint64(31)) ^ np.uint64(0x9E3779B97F4A7C15)
-    return state
 
 
 class BatchMaker:

@@ -20,9 +20,10 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from fuxi_torchrec.data.hashing import GOLDEN, Bits, scramble
+
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Bits = NDArray[np.uint64]
 
 START = 1_672_531_200  # 2023-01-01 00:00 UTC
 MIN_LENGTH = 5
@@ -245,16 +246,11 @@ class Process:
 
     def _hash(self, purpose: int, user: Ints, counter: Ints | None = None) -> Bits:
         """64 random bits each (SplitMix64's finaliser over a linear combination)."""
-        bits = user.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        bits = user.astype(np.uint64) * GOLDEN
         bits += np.random.SeedSequence([self.config.seed, purpose]).generate_state(1, np.uint64)
         if counter is not None:
             bits = bits + counter.astype(np.uint64) * np.uint64(0xD1342543DE82EF95)
-        bits ^= bits >> np.uint64(30)
-        bits *= np.uint64(0xBF58476D1CE4E5B9)
-        bits ^= bits >> np.uint64(27)
-        bits *= np.uint64(0x94D049BB133111EB)
-        bits ^= bits >> np.uint64(31)
-        return bits
+        return scramble(bits)
 
 
 def _uniform(bits: Bits) -> Floats:

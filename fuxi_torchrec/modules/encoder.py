@@ -2,10 +2,9 @@
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from fuxi_torchrec.modules.channels import Channel, Form, Step
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.sequences import Sequences, temporal_vectors
 from fuxi_torchrec.modules.state import EncoderState
+from fuxi_torchrec.modules.tiles import part, tiles
 
 # So many numbers, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
 # and are used again; larger ones would be fetched from the system, page by page, every time.
@@ -251,8 +251,8 @@ class FuXiLinearEncoder(nn.Module):
         """
         outputs, carried = [], list[BlockState]()
         numbers = TILE_NUMBERS.get(rows.device.type, TILE_NUMBERS_ELSEWHERE)
-        for tile in _tiles(sequences.offsets, max(1, numbers // self.config.dim)):
-            part, before, carried = self._cut(sequences, tile), carried, []
+        for tile in tiles(sequences.offsets, max(1, numbers // self.config.dim)):
+            covered, before, carried = part(sequences, tile), carried, []
             users = slice(tile.first_user, tile.end_user)
             x = rows[tile.first_row : tile.end_row]
             for layer, block in enumerate(self.layers):
@@ -261,7 +261,7 @@ class FuXiLinearEncoder(nn.Module):
                     state = {name: whole[users] for name, whole in blocks[layer].items()}
                 elif tile.goes_on:
                     state = {name: _extended(s, len(tile.offsets) - 1) for name, s in before[layer].items()}
-                x, after = self._run(block, x, part, "chunkwise", state, blocks is not None or tile.cut)
+                x, after = self._run(block, x, covered, "chunkwise", state, blocks is not None or tile.cut)
                 if blocks is not None:
                     for name, whole in blocks[layer].items():
                         whole[users] = after[name]
@@ -289,41 +289,6 @@ class FuXiLinearEncoder(nn.Module):
             return again
         now: tuple[Tensor, BlockState] = block(x, sequences, form, state, with_state)
         return now
-
-    def _cut(self, sequences: Sequences, tile: "_Tile") -> Sequences:
-        """The part of a batch that a tile covers."""
-        users = slice(tile.first_user, tile.end_user)
-        request_B = sequences.request_B[users]
-        if tile.cut:  # the successor of the tile's last event is the next tile's first
-            request_B = torch.cat((request_B[:-1], sequences.time_T[tile.end_row : tile.end_row + 1]))
-        start_B = None if sequences.start_B is None else sequences.start_B[users]
-        if tile.goes_on:
-            start_B = request_B.new_zeros(len(request_B)) if start_B is None else start_B.clone()
-            start_B[0] += tile.first_row - sequences.offsets[tile.first_user]
-        time_T = sequences.time_T[tile.first_row : tile.end_row]
-        return Sequences(self.config, tile.offsets, time_T, request_B, sequences.dtype, start_B)
-
-
-class _Tile(NamedTuple):
-    """Rows first_row .. end_row − 1, of users first_user .. end_user − 1."""
-
-    first_row: int
-    end_row: int
-    first_user: int
-    end_user: int
-    offsets: list[int]
-    goes_on: bool  # the first user began in an earlier tile
-    cut: bool  # the last user goes on in the next tile
-
-
-def _tiles(offsets: list[int], size: int) -> Iterator[_Tile]:
-    """Cut packed rows into tiles of ``size``; users without rows at the edges belong to no tile."""
-    for a in range(0, offsets[-1], size):
-        b = min(a + size, offsets[-1])
-        first_user = bisect_right(offsets, a) - 1
-        end_user = bisect_left(offsets, b)
-        local = [min(max(bound, a), b) - a for bound in offsets[first_user : end_user + 1]]
-        yield _Tile(a, b, first_user, end_user, local, offsets[first_user] < a, offsets[end_user] > b)
 
 
 def _extended(first: Tensor, users: int) -> Tensor:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from fuxi_torchrec.data.batches import BatchMaker, Items, mix
+from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.hashing import mix
 from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan, Position
