@@ -1,0 +1,157 @@
+"""What prepare refuses, and how it says so; nothing half-written stays behind."""
+
+import json
+import logging
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from fuxi_torchrec.data import sources, writer
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
+from fuxi_torchrec.data.synthetic import SyntheticConfig
+from fuxi_torchrec.data.tests.logs import events, read, write, write_small_log
+
+
+@pytest.fixture
+def log(tmp_path):
+    return write_small_log(tmp_path / "log.csv")
+
+
+def refused(tmp_path, message, path, **more):
+    options = more.pop("options", None)
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(events(path, **more), tmp_path / "refused", options)
+    assert not (tmp_path / "refused").exists()
+    assert not [name for name in os.listdir(tmp_path) if "unfinished" in name or name.startswith("prepare-")]
+    return str(caught.value)
+
+
+def test_missing_columns(tmp_path):
+    path = write(tmp_path / "log.csv", ["1,2,3"], "who,item,time")
+    assert "log.csv: no column user; the columns are who, item, time" in refused(tmp_path, "no column", path)
+    good = write(tmp_path / "good.csv", ["1,2,3"], "user,item,time")
+    assert "no column colour" in refused(tmp_path, "no column", good, side_columns=["colour"])
+
+
+def test_null_ids_and_times_are_named_or_skipped(tmp_path, caplog):
+    lines = ["1,a,1600000000", ",b,1600000001", "1,,1600000002", "1,d,", "1,e,-5", "1,f,1600000003"]
+    path = write(tmp_path / "log.csv", lines, "user,item,time")
+    message = refused(tmp_path, "bad rows", path)
+    for part in (
+        "1 rows: user is null; 1 rows: item is null; 1 rows: time is null; 1 rows: time is negative",
+        "log.csv row 2: user is null",
+        "row 3: item is null",
+        "--on-bad-rows skip",
+    ):
+        assert part in message
+    info = prepare(events(path), tmp_path / "set", PrepareOptions(on_bad_rows="skip"))
+    assert [item for item, _ in read(tmp_path / "set")[1][1]] == ["a", "f"]
+    assert info.skipped_rows == {"user is null": 1, "item is null": 1, "time is null": 1, "time is negative": 1}
+
+
+def test_rows_are_counted_within_their_own_file(tmp_path):
+    write(tmp_path / "logs" / "a.csv", ["1,a,5", "1,b,6"], "user,item,time")
+    write(tmp_path / "logs" / "b.csv", ["1,a,5", ",b,6"], "user,item,time")
+    assert "b.csv row 2: user is null" in refused(tmp_path, "bad rows", tmp_path / "logs")
+
+
+@pytest.mark.parametrize(("time", "kind"), [("1600000000.5", "DOUBLE"), ("yesterday", "VARCHAR")])
+def test_times_that_are_no_integers(tmp_path, time, kind):
+    path = write(tmp_path / "log.csv", [f"1,a,{time}"], "user,item,time")
+    message = refused(tmp_path, "column time is", path)
+    assert f"column time is {kind}, for example" in message
+    assert "times must be integers" in message
+
+
+def test_an_unlikely_unit_is_a_warning_with_an_example(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(logging.Logger, "warning", lambda self, text, *args: said.append(text % args))
+    path = write(tmp_path / "log.csv", ["1,a,1600000000"], "user,item,time")
+    prepare(events(path, time_unit="ms"), tmp_path / "set")
+    assert said == [
+        "times look wrong for the unit 'ms': 1600000000 would be in the year 1970; is the unit another one?"
+    ]
+
+
+def test_files_that_are_empty_cut_short_or_missing(tmp_path):
+    empty = tmp_path / "empty.csv"
+    empty.write_text("")
+    refused(tmp_path, "empty.csv: the file is empty, not even a header", empty)
+    refused(tmp_path, "no events", write(tmp_path / "header.csv", [], "user,item,time"))
+    pq.write_table(pa.table({"user": [1], "item": [1], "time": [1]}), tmp_path / "cut.parquet")
+    content = (tmp_path / "cut.parquet").read_bytes()
+    (tmp_path / "cut.parquet").write_bytes(content[:-20])
+    refused(tmp_path, r"cut.parquet: not a readable Parquet file, perhaps cut short", tmp_path / "cut.parquet")
+    refused(tmp_path, "nowhere.csv: no such file", tmp_path / "nowhere.csv")
+    (tmp_path / "nothing").mkdir()
+    refused(tmp_path, r"no file ending in .parquet, .csv", tmp_path / "nothing")
+    with pytest.raises(DataError, match=r"no ratings.dat below it, and no zip"):
+        sources.ml_1m(str(tmp_path / "nothing"), str(tmp_path))
+
+
+def test_mistakes_in_sql_and_targets(log, tmp_path):
+    refused(tmp_path, "nonsense", log, where="nonsense = 1")
+    message = refused(tmp_path, "target weight", log, target_expression="weight - 1")
+    assert "2 rows: target weight is null, negative or not finite" in message
+    refused(
+        tmp_path, "side column weight is DOUBLE", write(tmp_path / "f.csv", ["1,a,5,x,1.5"]), side_columns=["weight"]
+    )
+    refused(
+        tmp_path,
+        "side column weight has negative values",
+        write(tmp_path / "n.csv", ["1,a,5,x,-1"]),
+        side_columns=["weight"],
+    )
+    refused(tmp_path, "DuckDB cannot start", log, options=PrepareOptions(memory_limit="lots"))
+
+
+def test_an_output_that_exists_is_left_alone(log, tmp_path):
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "precious").write_text("keep")
+    with pytest.raises(DataError, match="set exists already: choose another output, or delete it first"):
+        prepare(events(log), tmp_path / "set")
+    assert os.listdir(tmp_path / "set") == ["precious"]
+
+
+def test_nothing_half_written_passes_for_a_dataset(log, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(writer.DatasetWriter, "finish", fail)
+    with pytest.raises(OSError, match="disk full"):
+        prepare(events(log), tmp_path / "set")
+    assert not (tmp_path / "set").exists()
+    with pytest.raises(OSError, match="disk full"):
+        prepare_synthetic(SyntheticConfig(users=3), "memory://half/written")
+    with pytest.raises(DataError, match="no dataset here"):
+        Dataset.open("memory://half/written")
+
+
+def test_the_description_is_plain_json(log, tmp_path):
+    prepare(events(log), tmp_path / "set")
+    plain = json.loads((tmp_path / "set" / "dataset.json").read_text())
+    assert plain["source"]["files"] == ["log.csv"]
+    assert plain["length_histogram"] == {"<=2": 1, "<=5": 1}
+
+
+def test_ids_that_are_neither_integers_nor_text(tmp_path):
+    message = refused(
+        tmp_path, "column user is DOUBLE", write(tmp_path / "f.csv", ["1.2,a,5", "1.4,a,5"], "user,item,time")
+    )
+    assert "ids must be integers of at most 64 bits, signed, or text" in message
+
+
+def test_a_column_is_judged_by_all_of_its_rows(tmp_path):
+    lines = [f"1,{i},{1_600_000_000 + i}" for i in range(30_000)]
+    path = write(tmp_path / "log.csv", [*lines, "1,1,1600000000.5"], "user,item,time")
+    refused(tmp_path, "column time is DOUBLE", path)
+
+
+def test_rows_are_numbered_before_they_are_filtered(tmp_path):
+    path = write(tmp_path / "log.csv", ["1,a,5", "2,a,5", ",a,5"], "user,item,time")
+    message = refused(tmp_path, "bad rows", path, where="user IS DISTINCT FROM 1")
+    assert "log.csv row 3: user is null" in message
