@@ -7,27 +7,208 @@ Sections are frozen dataclasses; ``help`` in a field's metadata is the comment s
 """
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
+from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.strict_yaml import ConfigError
 
 
-def _key(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _key(default: Any, help: str, operational: bool = False) -> Any:
+    """A setting; an operational one may change when a run is resumed, all others are the run's identity."""
+    return field(default=default, metadata={"help": help, "operational": operational})
+
+
+def _operational(default: Any, help: str) -> Any:
+    return _key(default, help, operational=True)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is trained on."""
+
+    path: str = _operational("", "directory of a prepared dataset; its fingerprint is checked, not its place")
+    time_unit: Literal["s", "ms", "us"] = _key("s", "of the dataset and of model.temporal_periods")
+    split: Literal["leave_one_out", "by_time"] = _key("leave_one_out", "what is kept for validation and test")
+    fit_on_valid: bool = _key(False, "leave_one_out: train on the validation events too; there is no validation then")
+    valid_from: int | None = _key(None, "by_time: start of the validation period")
+    test_from: int | None = _key(None, "by_time: start of the test period; required")
+    min_item_events: int = _key(1, "items with fewer training events are unknown: index 0")
+    oov_rate: float = _key(0.01, "share of input items replaced by index 0 in training, so that its row is trained")
+    on_bad_rows: Literal["error", "skip"] = _operational("error", "bad users: stop, or leave them out and count them")
+    workers: int = _operational(0, "processes that read ahead, per rank")
+
+    def __post_init__(self) -> None:
+        if self.split == "by_time" and self.test_from is None:
+            raise ValueError("split by_time needs test_from, a time in the dataset's unit")
+        if self.split == "leave_one_out" and (self.test_from is not None or self.valid_from is not None):
+            raise ValueError("valid_from and test_from belong to split by_time")
+        if self.split == "by_time" and self.fit_on_valid:
+            raise ValueError("fit_on_valid belongs to split leave_one_out; by_time: leave valid_from out instead")
+        if not 0.0 <= self.oov_rate < 1.0:
+            raise ValueError(f"oov_rate must be at least 0 and below 1, not {self.oov_rate}")
+        _check_least(self, min_item_events=1, workers=0)
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How histories become steps; the same on any number of processes."""
+
+    tokens: int | None = _key(None, "input events of a global batch, about; 16384 if users is not given either")
+    users: int | None = _key(None, "sequences of a global batch, in place of tokens")
+    max_length: int = _key(1024, "input events of a sequence, at most")
+    cut: Literal["recent", "windows"] = _key("recent", "longer histories: the last events, or windows of max_length")
+    streams: int = _key(16, "the dataset is read in so many streams; at least as many as processes")
+    shuffle_blocks: int = _key(8, "row groups whose users are mixed with each other")
+    max_tokens_per_rank: int | None = _operational(
+        None, "a process's share of a batch is trained in parts of so many events at most (adamw); null: at once"
+    )
+
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.users is not None:
+            raise ValueError("give tokens or users, not both")
+        _check_least(self, tokens=1, users=1, max_length=1, streams=1, shuffle_blocks=1, max_tokens_per_rank=1)
+
+
+Sharding = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
+
+
+@dataclass(frozen=True)
+class SideConfig:
+    """The table of one side feature."""
+
+    pooling: Literal["sum", "mean"] = _key("sum", "of an event's values, where it has several")
+    sharding: Sharding = _operational("data_parallel", "how the table is divided among processes")
+
+
+@dataclass(frozen=True)
+class TablesConfig:
+    """The embedding tables; their width is model.dim."""
+
+    init_std: float = _key(0.02, "rows start normal with this deviation")
+    sharding: Sharding = _operational("row_wise", "how the item table is divided among processes")
+    sides: dict[str, SideConfig] = field(
+        default_factory=dict, metadata={"help": "side features by their column: {action: {pooling: mean}}"}
+    )
+
+    def __post_init__(self) -> None:
+        if not self.init_std > 0:
+            raise ValueError(f"init_std must be positive, not {self.init_std}")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Softmax over the next item's score and those of negatives."""
+
+    negatives: Literal["shared", "uniform", "full", "in_batch"] = _key(
+        "shared", "one pool a step; per position; all items; or this process's targets with logQ"
+    )
+    num_negatives: int = _key(1024, "shared: of the pool; uniform: of each position")
+    metric: Literal["l2", "dot"] = _key("l2", "score: cosine, or plain product")
+    temperature: float = _key(0.05, "divides the scores")
+    weighting: Literal["position", "user", "sqrt"] = _key(
+        "position", "a sequence of n targets weighs n, 1, or the root of n"
+    )
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"temperature must be positive, not {self.temperature}")
+        _check_least(self, num_negatives=1)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters move."""
+
+    kind: Literal["adamw", "rowwise_adagrad"] = _key(
+        "adamw", "for everything; rowwise_adagrad updates tables in the backward pass, AdamW the rest"
+    )
+    lr: float = _key(1e-3, "learning rate")
+    table_lr: float | None = _key(None, "learning rate of the tables; lr if null")
+    betas: tuple[float, float] = _key((0.9, 0.98), "AdamW's averages")
+    eps: float = _key(1e-8, "AdamW's and Adagrad's")
+    weight_decay: float = _key(0.0, "decoupled, on the encoder's matrices; never on tables")
+    clip_norm: float | None = _key(None, "largest norm of all gradients together; null does not clip")
+    warmup_steps: int = _key(0, "the learning rates rise linearly over so many steps")
+    decay: Literal["constant", "linear", "cosine"] = _key("constant", "what they do afterwards")
+    decay_steps: int | None = _key(None, "until this step; null: the end of training as planned at the first start")
+    final_lr: float = _key(0.0, "share of the learning rate left at the end of the decay")
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "eps", "clip_norm", "table_lr"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
+        if not 0.0 <= self.final_lr <= 1.0:
+            raise ValueError(f"final_lr is a share between 0 and 1, not {self.final_lr}")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, but is {self.weight_decay}")
+        if self.kind == "rowwise_adagrad" and self.clip_norm is not None:
+            raise ValueError(
+                "clip_norm needs all gradients before the update, rowwise_adagrad updates tables in the backward "
+                "pass: take kind adamw, or leave clip_norm out"
+            )
+        _check_least(self, warmup_steps=0, decay_steps=1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long, and how a step is computed."""
+
+    epochs: int = _operational(10, "passes over the data, at most")
+    max_steps: int | None = _operational(None, "steps, at most")
+    precision: Literal["float32", "bfloat16"] = _key("float32", "bfloat16 is autocast, on devices that have it")
+    pipeline: Literal["auto", "base", "sparse_dist"] = _operational(
+        "auto", "TorchRec's training pipeline; auto overlaps the lookup (sparse_dist) on CUDA"
+    )
+
+    def __post_init__(self) -> None:
+        _check_least(self, epochs=1, max_steps=1)
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Exact ranks of the validation targets, in mid-training."""
+
+    every_epochs: float | None = _operational(1.0, "how often, 0.5 is twice an epoch; null never")
+    users: int | None = _operational(2000, "a fixed sample of so many; null takes all")
+    metric: Literal["hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr"] = _operational("ndcg@10", "decides what is best")
+    patience: int | None = _operational(None, "stop after so many validations without a better one; null never")
+    filter_seen: bool = _operational(False, "leave items of the user's own history out of the candidates")
+
+    def __post_init__(self) -> None:
+        if self.every_epochs is not None and not self.every_epochs > 0:
+            raise ValueError(f"every_epochs must be positive, not {self.every_epochs}")
+        _check_least(self, users=1, patience=1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept on disk."""
+
+    every_steps: int | None = _operational(500, "also at the end of training; null: only then")
+    keep_last: int = _operational(2, "older ones are removed, the best one stays")
+
+    def __post_init__(self) -> None:
+        _check_least(self, every_steps=1, keep_last=1)
 
 
 @dataclass(frozen=True)
 class DistributedConfig:
     """How processes find and wait for each other."""
 
-    device: Literal["auto", "cpu", "cuda"] = _key("auto", "auto takes CUDA where there is one")
-    timeout_seconds: float = _key(DEFAULT_TIMEOUT_SECONDS, "a collective that waits longer for a peer is an error")
+    device: Literal["auto", "cpu", "cuda"] = _operational("auto", "auto takes CUDA where there is one")
+    timeout_seconds: float = _operational(
+        DEFAULT_TIMEOUT_SECONDS, "a collective that waits longer for a peer is an error"
+    )
 
     def __post_init__(self) -> None:
         if not self.timeout_seconds > 0:
@@ -38,7 +219,16 @@ class DistributedConfig:
 class LoggingConfig:
     """What is said while a job runs."""
 
-    level: Literal["debug", "info", "warning", "error"] = _key("info", "least severe message shown")
+    level: Literal["debug", "info", "warning", "error"] = _operational("info", "least severe message shown")
+    every_steps: int = _operational(10, "a line, and an object in metrics.jsonl")
+    tensorboard: bool = _operational(True, "write TensorBoard events too")
+
+    def __post_init__(self) -> None:
+        _check_least(self, every_steps=1)
+
+
+def _default_model() -> FuXiLinearConfig:
+    return FuXiLinearConfig(temporal_periods=(3600, 86400, 604800, 31536000))
 
 
 @dataclass(frozen=True)
@@ -46,8 +236,76 @@ class Config:
     """A whole experiment."""
 
     seed: int = _key(0, "everything random follows from it")
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    model: FuXiLinearConfig = field(default_factory=_default_model)
+    tables: TablesConfig = field(default_factory=TablesConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be at least 0 and below 2^63, not {self.seed}")
+        shardings = {"tables.sharding": self.tables.sharding}
+        shardings |= {f"tables.sides.{name}.sharding": side.sharding for name, side in self.tables.sides.items()}
+        if self.optimizer.kind == "rowwise_adagrad":
+            if self.batch.max_tokens_per_rank is not None:
+                raise ValueError(
+                    "batch.max_tokens_per_rank accumulates gradients over parts of a batch, and optimizer.kind "
+                    "rowwise_adagrad updates the tables in every backward pass: lower batch.tokens, or take adamw"
+                )
+            for key, sharding in shardings.items():
+                if sharding == "column_wise":
+                    raise ValueError(
+                        f"{key} is column_wise and optimizer.kind rowwise_adagrad: every column shard would have its "
+                        "own average, and the result would depend on their number; take another sharding, or adamw"
+                    )
+
+
+def _check_least(section: Any, **least: int) -> None:
+    """Keys of a section that must be at least some number, or null where the type allows it."""
+    for name, bound in least.items():
+        value = getattr(section, name)
+        if value is not None and value < bound:
+            raise ValueError(f"{name} must be at least {bound}, not {value}")
+
+
+def differences(old: Config, new: Config) -> "list[Difference]":
+    """The keys in which two configurations differ.
+
+    Example:
+        >>> old, new = load_config(), load_config(overrides=["seed=7", "train.epochs=3"])
+        >>> [(d.key, d.old, d.new, d.operational) for d in differences(old, new)]
+        [('seed', 0, 7, False), ('train.epochs', 10, 3, True)]
+    """
+    return list(_differences(old, new, ""))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key that differs, and whether a resumed run may change it."""
+
+    key: str
+    old: Any
+    new: Any
+    operational: bool
+
+
+def _differences(old: Any, new: Any, prefix: str) -> Iterator[Difference]:
+    for each in dataclasses.fields(old):
+        key, a, b = prefix + each.name, getattr(old, each.name), getattr(new, each.name)
+        if dataclasses.is_dataclass(a):
+            yield from _differences(a, b, key + ".")
+        elif isinstance(a, dict) and a.keys() == b.keys():
+            for name in a:
+                yield from _differences(a[name], b[name], f"{key}.{name}.")
+        elif a != b:
+            yield Difference(key, a, b, bool(each.metadata.get("operational", False)))
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -35,6 +35,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    local_size: int = 1
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def process_group(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, device_type:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
-        yield World(rank, size, local_rank, device)
+        yield World(rank, size, local_rank, device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     finally:
         dist.destroy_process_group()
 

@@ -163,10 +163,19 @@ def _read_override(override: str) -> dict[_Key, _Setting]:
 
 def _section(kind: Any) -> type[Any] | None:
     """The dataclass behind a type, also behind ``Section | None``; None for a plain value."""
-    for option in (kind, *typing.get_args(kind)):
+    options = (kind,) if _mapping_value(kind) is not None else (kind, *typing.get_args(kind))
+    for option in options:
         if isinstance(option, type) and dataclasses.is_dataclass(option):
             return option
     return None
+
+
+def _mapping_value(kind: Any) -> Any:
+    """The type of a mapping's values, also behind ``dict[...] | None``; None if it is no mapping."""
+    for option in (kind, *typing.get_args(kind)):
+        if typing.get_origin(option) is dict:
+            return typing.get_args(option)[1]
+    return dict if kind is dict else None
 
 
 def _types(schema: type[Any]) -> dict[str, Any]:
@@ -190,10 +199,12 @@ def _check_key(schema: type[Any], key: _Key) -> str | None:
     """What is wrong with a key, None if the schema has it."""
     kind: Any = schema
     for depth, name in enumerate(key):
+        if _mapping_value(kind) is not None:
+            kind = _mapping_value(kind)  # any name will do
+            continue
         section = _section(kind)
         if section is None:
-            is_mapping = dict in (kind, *map(typing.get_origin, (kind, *typing.get_args(kind))))
-            return None if is_mapping else f"{'.'.join(key)} is set, but {'.'.join(key[:depth])} is no section"
+            return f"{'.'.join(key)} is set, but {'.'.join(key[:depth])} is no section"
         if name not in _types(section):
             wrong = ".".join(key[: depth + 1])
             everywhere = [".".join(k) for k in _keys(schema)]
@@ -209,7 +220,8 @@ def _check_key(schema: type[Any], key: _Key) -> str | None:
 def _is_section(schema: type[Any], key: _Key) -> bool:
     kind: Any = schema
     for name in key:
-        kind = _types(_section(kind) or schema)[name]
+        inside = _mapping_value(kind)
+        kind = _types(_section(kind) or schema)[name] if inside is None else inside
     return isinstance(kind, type) and dataclasses.is_dataclass(kind)
 
 
@@ -259,6 +271,11 @@ def _lines(config: Any, indent: str) -> Iterable[str]:
         if dataclasses.is_dataclass(value) and dataclasses.fields(value):
             yield f"{indent}{field.name}:{comment}"
             yield from _lines(value, indent + "  ")
+        elif isinstance(value, dict) and any(map(dataclasses.is_dataclass, value.values())):
+            yield f"{indent}{field.name}:{comment}"
+            for name, section in value.items():
+                yield f"{indent}  {_scalar(name)}:"
+                yield from _lines(section, indent + "    ")
         else:
             yield f"{indent}{field.name}: {_scalar(value)}{comment}"
 

@@ -4,13 +4,18 @@ A position is an epoch and a step, and a step's sequences follow from these two 
 positions is enough: it keeps the order, its workers carry no state, and to resume is to begin at another step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.schedule import Plan, Position, Schedule, streams_of_rank
+
+Converted = TypeVar("Converted")
+# what becomes of a step's micro-batches, in the process that reads them
+Convert = Callable[[Position, list[EventBatch]], Converted]
 
 
 class Loader:
@@ -46,18 +51,27 @@ class Loader:
         """Steps of an epoch, the same on every process."""
         return self.schedule.steps(epoch)
 
+    def converted(self, start: Position, end_epoch: int, convert: Convert[Converted]) -> Iterator[Converted]:
+        """What ``convert`` makes of each step from a position to the beginning of an epoch.
+
+        Workers run it, if there are any, and stay for the whole way; it must be picklable then.
+        """
+        return iter(self._data_loader(start, end_epoch, convert))
+
     def batches(self, start: Position, end_epoch: int) -> Iterator[EventBatch]:
-        """The micro-batches from a position to the beginning of an epoch; workers stay for the whole way."""
-        loader = DataLoader(
-            _Steps(self),
+        """The micro-batches from a position to the beginning of an epoch."""
+        for micro_batches in self.converted(start, end_epoch, _unchanged):
+            yield from micro_batches
+
+    def _data_loader(self, start: Position, end_epoch: int, convert: Convert[Converted]) -> "DataLoader[Converted]":
+        return DataLoader(
+            _Steps(self, convert),
             batch_size=None,
             sampler=_Positions(self, start, end_epoch),
             num_workers=self.workers,
             prefetch_factor=4 if self.workers else None,
             multiprocessing_context="spawn" if self.workers else None,
         )
-        for micro_batches in loader:
-            yield from micro_batches
 
     def epoch(self, start: Position) -> Iterator[EventBatch]:
         """The micro-batches from a position to the end of its epoch."""
@@ -97,11 +111,15 @@ class _Positions(Sampler[Position]):
                 yield Position(epoch, step)
 
 
-class _Steps(Dataset[list[EventBatch]]):
-    """Positions to micro-batches, for a DataLoader."""
+def _unchanged(position: Position, micro_batches: list[EventBatch]) -> list[EventBatch]:
+    return micro_batches
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
 
-    def __getitem__(self, position: Position) -> list[EventBatch]:
-        return self.loader.step(position)
+class _Steps(Dataset[Converted]):
+    """Positions to what is made of their micro-batches, for a DataLoader."""
+
+    def __init__(self, loader: Loader, convert: Convert[Converted]) -> None:
+        self.loader, self.convert = loader, convert
+
+    def __getitem__(self, position: Position) -> Converted:
+        return self.convert(position, self.loader.step(position))

@@ -10,8 +10,9 @@ from typing import Any, Literal
 _FORMAT = 1  # of the numbers a config stands for; part of the fingerprint
 
 
-def _key(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _key(default: Any, help: str, operational: bool = False) -> Any:
+    """A setting; an operational one changes cost and not results."""
+    return field(default=default, metadata={"help": help, "operational": operational})
 
 
 def geometric_periods(first: int, ratio: int, count: int) -> tuple[int, ...]:
@@ -49,11 +50,11 @@ class FuXiLinearConfig:
     temporal_mix: bool = _key(True, "scale the temporal output and add its input, both learned")
     learn_temporal_decay: bool = _key(True, "false fixes the temporal decays at their start")
     activation_checkpointing: bool = _key(
-        False, "compute each block again in the backward pass: less memory, more time"
+        False, "compute each block again in the backward pass: less memory, more time", operational=True
     )
-    retention_chunk: int = _key(64, "events a chunk; changes speed, not results")
-    positional_chunk: int = _key(64, "events a chunk; changes speed, not results")
-    temporal_chunk: int = _key(16, "events a chunk; changes speed, not results")
+    retention_chunk: int = _key(64, "events a chunk; changes speed, not results", operational=True)
+    positional_chunk: int = _key(64, "events a chunk; changes speed, not results", operational=True)
+    temporal_chunk: int = _key(16, "events a chunk; changes speed, not results", operational=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.temporal_periods, Sequence):

@@ -1,0 +1,30 @@
+"""Rows of the item table by id, from wherever they are."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fuxi_torchrec.data.batches import SideFeature
+from fuxi_torchrec.embeddings.inputs import bags, padded
+from fuxi_torchrec.embeddings.tables import ITEM_FEATURE
+
+_AT_ONCE = 2**16  # rows of a lookup
+
+
+@torch.no_grad()
+def item_rows(items: nn.Module, ids: Tensor, dim: int, device: torch.device) -> Tensor:
+    """(n, D) rows of these items: a collective; every process asks for its own, as many as it likes.
+
+    Args:
+        items: the sharded collection of the item table.
+        ids: (n,) on the host.
+        dim: width of the table.
+    """
+    most = torch.tensor(len(ids))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    rows = torch.empty(len(ids), dim, device=device)
+    for begin in range(0, int(most), _AT_ONCE):
+        part = ids[begin : begin + _AT_ONCE]
+        wanted = padded(bags([ITEM_FEATURE], [SideFeature(part)]), min(_AT_ONCE, int(most) - begin))
+        rows[begin : begin + len(part)] = items(wanted.to(device)).values()[: len(part)]
+    return rows

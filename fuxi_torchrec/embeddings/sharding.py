@@ -1,0 +1,298 @@
+"""Which process holds which part of which table: planned by TorchRec, checked before, shown after."""
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.types import (
+    KernelConfig,
+    ParameterConstraints,
+    PlannerError,
+    TopologyFactory,
+    TrainerConfig,
+)
+from torchrec.distributed.types import ShardingPlan, ShardingType
+
+from fuxi_torchrec.config import OptimizerConfig
+from fuxi_torchrec.distributed import World, failing_together
+from fuxi_torchrec.embeddings.tables import Table, Tables
+
+_ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
+
+
+class ShardingError(ValueError):
+    """Tables that cannot be divided as asked."""
+
+
+class _Sharder(EmbeddingBagCollectionSharder):
+    """TorchRec's, which hides row-wise sharding on CPUs though it works there."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """What may be planned."""
+        return sorted({*super().sharding_types(compute_device_type), ShardingType.ROW_WISE.value})
+
+
+def check_shardable(tables: Tables, optimizer: OptimizerConfig, world_size: int) -> None:
+    """Refuse what TorchRec would refuse on one process only, or do wrong; needs no process group."""
+    for table in tables.all:
+        if table.sharding == "row_wise":
+            block = -(-table.rows // world_size)
+            if block * (world_size - 1) >= table.rows:
+                raise ShardingError(
+                    f"{_key(table)}: {table.name} has {table.rows} rows, row_wise over {world_size} processes leaves "
+                    f"some without any: set {_key(table)}=data_parallel"
+                )
+        if table.sharding == "column_wise" and table.dim % _ALIGNMENT:
+            raise ShardingError(
+                f"{_key(table)}: column_wise needs model.dim to be a multiple of {_ALIGNMENT}, not {table.dim}"
+            )
+        if optimizer.kind == "rowwise_adagrad" and table.dim % _ALIGNMENT:
+            raise ShardingError(
+                f"optimizer.kind rowwise_adagrad needs model.dim to be a multiple of {_ALIGNMENT}, not {table.dim}"
+            )
+
+
+def _key(table: Table) -> str:
+    """The config key that decides a table's sharding."""
+    side = table.name.removeprefix("side_")
+    return "tables.sharding" if side == table.name else f"tables.sides.{side}.sharding"
+
+
+def make_plan(
+    model: nn.Module, tables: Tables, optimizer: OptimizerConfig, world_size: int, local_size: int, device_type: str
+) -> ShardingPlan:
+    """TorchRec's plan under the constraints of the config; the same on every process, without talking.
+
+    Args:
+        model: holds the collections, on any device.
+        world_size, local_size: processes, and processes per host.
+    """
+    check_shardable(tables, optimizer, world_size)
+    constraints = {
+        table.name: ParameterConstraints(
+            sharding_types=[table.sharding],
+            compute_kernels=[_planned_kernel(table).value],
+            min_partition=_columns(table.dim, world_size) if table.sharding == "column_wise" else None,
+        )
+        for table in tables.all
+    }
+    topology = TopologyFactory.create_topology(
+        TrainerConfig(world_size=world_size, local_world_size=local_size),
+        kernel_config=KernelConfig(compute_device=device_type),
+    )
+    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    try:
+        plan = planner.plan(model, [_sharder(optimizer)])
+    except PlannerError as error:
+        raise ShardingError(f"TorchRec finds no sharding plan for {world_size} processes: {error}") from error
+    if optimizer.kind == "adamw":
+        # the planner accepts the dense kernel for data-parallel tables only, the sharded modules for all of them
+        for module in plan.plan.values():
+            for sharding in module.values():
+                sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+    return plan
+
+
+def _planned_kernel(table: Table) -> EmbeddingComputeKernel:
+    return EmbeddingComputeKernel.DENSE if table.sharding == "data_parallel" else EmbeddingComputeKernel.FUSED
+
+
+def _columns(dim: int, world_size: int) -> int:
+    """Columns of a shard so that every process has some, if the width allows it."""
+    wanted = -(-dim // world_size)
+    return next(n for n in range(_ALIGNMENT, dim + 1, _ALIGNMENT) if n >= wanted and dim % n == 0)
+
+
+def _sharder(optimizer: OptimizerConfig) -> _Sharder:
+    if optimizer.kind == "adamw":
+        return _Sharder()
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+    return _Sharder(
+        fused_params={
+            "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+            "learning_rate": optimizer.lr if optimizer.table_lr is None else optimizer.table_lr,
+            "eps": optimizer.eps,
+        }
+    )
+
+
+def shard(
+    model: nn.Module, tables: Tables, optimizer: OptimizerConfig, world: World
+) -> tuple[DistributedModelParallel, ShardingPlan]:
+    """The model with its tables divided and the rest under DDP: a collective, planned on all processes first."""
+    with failing_together("planning the tables' sharding"):
+        plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type)
+    own = hashlib.sha256(str(plan).encode()).hexdigest()
+    everyone: list[str] = [""] * world.size
+    dist.all_gather_object(everyone, own)
+    if len(set(everyone)) > 1:
+        raise ShardingError("the processes planned different shardings: they must run the same software and config")
+    sharded = DistributedModelParallel(
+        module=model,
+        device=world.device,
+        plan=plan,
+        sharders=[_sharder(optimizer)],
+        # several backward passes per step would not fit a static graph
+        data_parallel_wrapper=DefaultDataParallelWrapper(static_graph=False),
+    )
+    return sharded, plan
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A part of a table and the process that holds it."""
+
+    table: str
+    sharding: str
+    kernel: str
+    rank: int | None  # None: every process holds it
+    first_row: int
+    first_column: int
+    rows: int
+    columns: int
+
+
+def placements(plan: ShardingPlan, tables: Tables) -> list[Placement]:
+    """A plan, part by part."""
+    by_name = {table.name: table for table in tables.all}
+    found = []
+    for module in plan.plan.values():
+        for name, sharding in module.items():
+            table = by_name[name]
+            kind, kernel = sharding.sharding_type, sharding.compute_kernel
+            if sharding.sharding_spec is None or kind == ShardingType.DATA_PARALLEL.value:
+                found.append(Placement(name, kind, kernel, None, 0, 0, table.rows, table.dim))
+                continue
+            for part in sharding.sharding_spec.shards:
+                (row, column), (rows, columns) = part.shard_offsets, part.shard_sizes
+                found.append(Placement(name, kind, kernel, part.placement.rank(), row, column, rows, columns))
+    return found
+
+
+def describe(plan: ShardingPlan, tables: Tables) -> str:
+    """A plan as a table for people."""
+    lines = [f"{'table':<20} {'sharding':<14} {'kernel':<8} {'process':>7} {'rows':>24} {'columns':>11} {'MiB':>9}"]
+    for p in placements(plan, tables):
+        rank = "all" if p.rank is None else str(p.rank)
+        rows = f"{p.first_row} .. {p.first_row + p.rows - 1}"
+        columns = f"{p.first_column} .. {p.first_column + p.columns - 1}"
+        size = p.rows * p.columns * 4 / 2**20
+        lines.append(f"{p.table:<20} {p.sharding:<14} {p.kernel:<8} {rank:>7} {rows:>24} {columns:>11} {size:>9.2f}")
+    return "\n".join(lines)
+
+
+def plan_to_json(plan: ShardingPlan, tables: Tables, world_size: int) -> str:
+    """A plan for the run directory."""
+    parts = [vars(placement) for placement in placements(plan, tables)]
+    return json.dumps({"world_size": world_size, "placements": parts}, indent=1) + "\n"
+
+
+# --- the parts a process holds ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """A part of a table on this process; ``tensor`` is the live weight."""
+
+    table: str
+    tensor: Tensor
+    first_row: int
+    first_column: int
+
+
+def local_parts(model: DistributedModelParallel) -> Iterator[LocalPart]:
+    """What of the tables this process holds."""
+    for name, value in table_states(model).items():
+        table = name.split(".")[-2]
+        if isinstance(value, ShardedTensor):
+            for part in value.local_shards():
+                row, column = part.metadata.shard_offsets
+                yield LocalPart(table, part.tensor, row, column)
+        else:
+            yield LocalPart(table, value, 0, 0)
+
+
+def table_states(model: DistributedModelParallel) -> dict[str, Any]:
+    """The tables' weights by their full names: ShardedTensor, or a plain tensor if data-parallel."""
+    return {name: value for name, value in model.state_dict().items() if ".embedding_bags." in name}
+
+
+def like_weight(weight: Any, local: Tensor | None) -> Any:
+    """Another value of each parameter of a table (a moment), divided among processes as the weight is.
+
+    Without it a checkpoint would take the local tensors, all of one name, for copies of each other.
+
+    Args:
+        weight: a ShardedTensor, or a plain tensor of a data-parallel table.
+        local: the value of the local part; None where the process holds none.
+    """
+    if not isinstance(weight, ShardedTensor):
+        return local
+    parts = weight.local_shards()
+    shards = [Shard(local, parts[0].metadata)] if local is not None and parts else []
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards, sharded_tensor_metadata=weight.metadata(), process_group=weight._process_group
+    )
+
+
+def clipped(value: Any, rows: int) -> Any:
+    """The first rows of a table or of its averages, divided among processes as they are; aliases the value."""
+    if not isinstance(value, ShardedTensor):
+        return value[:rows]
+    metadata = copy.deepcopy(value.metadata())
+    metadata.size = torch.Size([rows, *metadata.size[1:]])
+    metadata.shards_metadata = [clip for part in metadata.shards_metadata if (clip := _clip(part, rows)) is not None]
+    local = []
+    for part in value.local_shards():
+        clip = _clip(part.metadata, rows)
+        if clip is not None:
+            local.append(Shard(part.tensor[: clip.shard_sizes[0]], clip))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, sharded_tensor_metadata=metadata, process_group=value._process_group
+    )
+
+
+def _clip(part: ShardMetadata, rows: int) -> ShardMetadata | None:
+    """A part's description without the rows from a number on; None if nothing is left."""
+    left = min(part.shard_sizes[0], rows - part.shard_offsets[0])
+    if left <= 0:
+        return None
+    return ShardMetadata(list(part.shard_offsets), [left, *part.shard_sizes[1:]], part.placement)
+
+
+def initialise(model: DistributedModelParallel, std: float, seed: int) -> None:
+    """Draw all tables' rows anew: a row's values depend on the seed, the table and the row alone."""
+    for part in local_parts(model):
+        fill_rows(part.tensor, part.table, part.first_row, part.first_column, std, seed)
+
+
+_BLOCK = 4096  # rows drawn by one generator
+
+
+@torch.no_grad()
+def fill_rows(tensor: Tensor, table: str, first_row: int, first_column: int, std: float, seed: int) -> None:
+    """Rows from ``first_row`` on, columns from ``first_column`` on, of an endless normal table."""
+    rows, columns = tensor.shape
+    for block in range(first_row // _BLOCK, -(-(first_row + rows) // _BLOCK)):
+        digest = hashlib.sha256(f"{seed}/{table}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        # column by column: a slice of columns does not depend on the table's width
+        begin, end = max(first_row, block * _BLOCK), min(first_row + rows, (block + 1) * _BLOCK)
+        drawn = torch.randn(first_column + columns, _BLOCK, generator=generator)
+        wanted = drawn[first_column:, begin - block * _BLOCK : end - block * _BLOCK].t()
+        tensor[begin - first_row : end - first_row].copy_(wanted * std)

@@ -1,0 +1,86 @@
+"""The two collections of tables: items, and side features of events."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from fuxi_torchrec.config import Sharding, TablesConfig
+from fuxi_torchrec.data.dataset import DatasetInfo
+from fuxi_torchrec.data.errors import DataError
+
+# A collection cannot hold a table called "items": its ModuleDict has a method of that name.
+ITEM_FEATURE, ITEM_TABLE = "item", "item_table"
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: what it is called and how it is divided.
+
+    Attributes:
+        name: of the table.
+        feature: of its lookups.
+        rows: with row 0 for what is unknown.
+        sharding: how it is divided among processes.
+        pooling: of several values of an event.
+    """
+
+    name: str
+    feature: str
+    rows: int
+    dim: int
+    sharding: Sharding
+    pooling: Literal["sum", "mean"] = "sum"
+
+
+@dataclass(frozen=True)
+class Tables:
+    """All tables of a run."""
+
+    items: Table
+    sides: tuple[Table, ...]
+
+    @property
+    def all(self) -> tuple[Table, ...]:
+        """The item table first."""
+        return (self.items, *self.sides)
+
+    @property
+    def needs_equal_bags(self) -> bool:
+        """Row-wise lookups need the same number of bags on every process."""
+        return any(table.sharding == "row_wise" for table in self.all)
+
+
+def tables_for(config: TablesConfig, dim: int, info: DatasetInfo) -> Tables:
+    """The tables that a dataset needs."""
+    cardinality = {side.name: side.cardinality for side in info.sides}
+    missing = [name for name in config.sides if name not in cardinality]
+    if missing:
+        there = ", ".join(sorted(cardinality)) or "none"
+        raise DataError(f"tables.sides: the dataset has no side feature {', '.join(missing)}; there are {there}")
+    return Tables(
+        Table(ITEM_TABLE, ITEM_FEATURE, info.items + 1, dim, config.sharding),
+        tuple(
+            Table(f"side_{name}", name, max(1, cardinality[name]), dim, side.sharding, side.pooling)
+            for name, side in config.sides.items()
+        ),
+    )
+
+
+def collection(tables: tuple[Table, ...], device: torch.device | str = "meta") -> EmbeddingBagCollection:
+    """An unsharded collection; bags are summed, whatever the pooling: means are divided after the lookup."""
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(
+                name=table.name,
+                embedding_dim=table.dim,
+                num_embeddings=table.rows,
+                feature_names=[table.feature],
+                pooling=PoolingType.SUM,
+            )
+            for table in tables
+        ],
+        device=torch.device(device),
+    )

@@ -1,0 +1,176 @@
+"""How parameters move: AdamW for everything, or row-wise Adagrad in the tables' backward pass and AdamW for the rest.
+
+A step may consist of several micro-batches. TorchRec's pipelines call ``zero_grad`` and ``step`` around each; what
+really happens, and when, is decided here.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fuxi_torchrec.config import OptimizerConfig
+from fuxi_torchrec.embeddings.pipeline import RowWiseAdagrad, ShardedModel
+from fuxi_torchrec.embeddings.sharding import like_weight, table_states
+from fuxi_torchrec.training.feed import MicroBatch
+
+# learned tables of positions: like embeddings, they are not decayed
+_NOT_DECAYED = ("positions", "kernel")
+
+
+def learning_rate_share(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The learning rate of a step (0, 1, ...) over the configured one.
+
+    Example:
+        >>> config = OptimizerConfig(warmup_steps=2, decay="linear", decay_steps=6)
+        >>> [learning_rate_share(config, step, 100) for step in range(8)]
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return 1.0
+    end = config.decay_steps if config.decay_steps is not None else total_steps
+    done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
+    left = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.final_lr + (1.0 - config.final_lr) * left
+
+
+class StepOptimizer(torch.optim.Optimizer):
+    """All optimizers of a run as one, for a pipeline that calls it around every micro-batch.
+
+    ``current`` tells about the micro-batch on its way, and ``share`` of the learning rate is set before each step.
+    """
+
+    def __init__(self, model: ShardedModel, config: OptimizerConfig) -> None:
+        self.config, self.model = config, model
+        self.current: Callable[[], MicroBatch] | None = None  # None: every micro-batch is a step
+        self.share = 1.0
+        self.norm: float | None = None  # of the last step's gradients, if they are clipped
+        table_lr = config.lr if config.table_lr is None else config.table_lr
+        tables = {n: p for n, p in model.named_parameters() if ".embedding_bags." in n and p.numel()}
+        dense = {n: p for n, p in model.named_parameters() if ".embedding_bags." not in n}
+        replicated = [n for n, value in table_states(model).items() if isinstance(value, Tensor)]
+        self._sharded = [p for n, p in tables.items() if n not in replicated]
+        self._everywhere = [*(p for n, p in tables.items() if n in replicated), *dense.values()]
+        decayed = {n: p for n, p in dense.items() if p.ndim > 1 and not n.endswith(_NOT_DECAYED)}
+        groups = [
+            {"params": list(decayed.values()), "lr": config.lr, "weight_decay": config.weight_decay},
+            {"params": [p for n, p in dense.items() if n not in decayed], "lr": config.lr, "weight_decay": 0.0},
+        ]
+        self.names = {id(p): n for n, p in {**tables, **dense}.items()}
+        self._adagrad: RowWiseAdagrad | None = None
+        self.fused: Any = None  # updates in the backward pass
+        if config.kind == "adamw":
+            groups.append({"params": list(tables.values()), "lr": table_lr, "weight_decay": 0.0})
+        else:
+            self.fused = model.fused_optimizer
+            own = [p for n, p in tables.items() if n in replicated]  # data-parallel tables are never fused
+            self._adagrad = RowWiseAdagrad(own, lr=table_lr, eps=config.eps) if own else None
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], betas=config.betas, eps=config.eps, fused=True
+        )
+        self._rates = [
+            (group, group["lr"])
+            for optimizer in (self._adamw, self._adagrad, self.fused)
+            if optimizer is not None
+            for group in optimizer.param_groups
+        ]
+        super().__init__([{"params": list(dense.values())}], {})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Before a micro-batch: forget gradients and set the learning rates, once a step."""
+        if self.current is not None and not self.current().first:
+            return
+        for group, rate in self._rates:
+            group["lr"] = rate * self.share
+        for optimizer in (self._adamw, self._adagrad, self.fused):
+            if optimizer is not None:
+                optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """After a micro-batch: update, once a step."""
+        if self.current is not None and not self.current().last:
+            return
+        if self.config.clip_norm is not None:
+            self._clip(self.config.clip_norm)
+        for optimizer in (self._adamw, self._adagrad, self.fused):
+            if optimizer is not None:
+                optimizer.step()
+
+    @torch.no_grad()
+    def _clip(self, largest: float) -> None:
+        """Scale all gradients down to a norm: sharded tables' parts are summed over processes, the rest is alike."""
+        sharded = _squares(self._sharded)
+        device = next(iter(self._everywhere)).device
+        squares = sharded.to(device) if len(self._sharded) else torch.zeros((), device=device)
+        dist.all_reduce(squares)
+        norm = (squares + _squares(self._everywhere)).sqrt()
+        self.norm = float(norm)
+        scale = (largest / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in (*self._sharded, *self._everywhere):
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+    # --- for checkpoints ---------------------------------------------------------------------------------------------
+
+    def moments(self) -> dict[str, Any]:
+        """Every average that an optimizer keeps, by name, divided among processes as its weight is.
+
+        They alias the live values, so loading into them continues the run. Empty ones are made where there are none
+        yet.
+        """
+        found: dict[str, Any] = {}
+        weights = self.model.state_dict()
+        local: dict[str, dict[str, Tensor]] = {}
+        for parameter in self._parameters(self._adamw):
+            local[self.names[id(parameter)]] = _adam_state(self._adamw, parameter)
+        for name in self._missing(local, weights):
+            local[name] = {}
+        for name, values in local.items():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                found[f"{name}.{kind}"] = like_weight(weights[name], values.get(kind))
+        if self._adagrad is not None:
+            for parameter in self._parameters(self._adagrad):
+                found[f"{self.names[id(parameter)]}.sum"] = self._adagrad.state[parameter]["sum"].view(-1)
+        if self.fused is not None:
+            for name, values in self.fused.state_dict()["state"].items():
+                for value in values.values():
+                    found[f"{name}.sum"] = value
+        return found
+
+    def set_steps(self, steps: int) -> None:
+        """AdamW's count of steps, after loading."""
+        for parameter in self._parameters(self._adamw):
+            self._adamw.state[parameter]["step"].fill_(steps)
+
+    def _missing(self, local: dict[str, Any], weights: dict[str, Any]) -> list[str]:
+        """Sharded tables of which this process holds nothing; the others need to know that they exist."""
+        if self.config.kind != "adamw":
+            return []
+        return [name for name in weights if ".embedding_bags." in name and name not in local]
+
+    @staticmethod
+    def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _adam_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+    """AdamW makes its averages at the first step; for loading they must be there before."""
+    state: dict[str, Tensor] = optimizer.state[parameter]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            state[kind] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return state
+
+
+def _squares(parameters: list[nn.Parameter]) -> Tensor:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return torch.zeros(())
+    return torch.stack(torch._foreach_norm(gradients)).square().sum()

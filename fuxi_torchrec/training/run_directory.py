@@ -1,0 +1,178 @@
+"""What a run leaves on disk: a lock, its configuration, the known items, metrics, checkpoints."""
+
+import fcntl
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from fuxi_torchrec import strict_yaml
+from fuxi_torchrec.config import Config, differences, load_config
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.vocabulary import Vocabulary
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.checkpoint import write_atomically
+
+logger = get_logger(__name__)
+
+CONFIG, ITEMS, PLAN, METRICS, SUMMARY = "config.yaml", "items.parquet", "plan.json", "metrics.jsonl", "summary.json"
+
+
+class RunError(RuntimeError):
+    """A run directory that cannot be used as asked."""
+
+
+@dataclass(frozen=True)
+class KnownItems:
+    """Which items a run knows, and how often its training split has each.
+
+    Attributes:
+        known: (items + 1,) entry 0 is False.
+        counts: (items + 1,) training events.
+    """
+
+    known: NDArray[np.bool_]
+    counts: NDArray[np.int64]
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """The known ones in order."""
+        return np.flatnonzero(self.known)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of which they are; not of the counts."""
+        return hashlib.sha256(np.packbits(self.known).tobytes() + str(len(self.known)).encode()).hexdigest()[:16]
+
+
+class RunDirectory:
+    """A run's directory. Opening it for writing locks it, until the process ends.
+
+    Args:
+        path: on storage that all processes share.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock: TextIO | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where they are."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Where its events are."""
+        return self.path / "tensorboard"
+
+    def lock(self) -> None:
+        """Keep other jobs out; the system lets go when the process ends, however it ends."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("a+")
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot write to the run directory: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            holder = self._lock.read().strip() or "another process"
+            self._lock.close()
+            self._lock = None
+            raise RunError(
+                f"{self.path}: the run directory is locked by {holder}: wait for that job, stop it, or take another "
+                "--run-dir"
+            ) from None
+        self._lock.seek(0)
+        self._lock.truncate()
+        self._lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
+        self._lock.flush()
+
+    def unlock(self) -> None:
+        """Let others in."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def read_config(self) -> Config:
+        """The resolved configuration of the run."""
+        if not (self.path / CONFIG).exists():
+            raise RunError(f"{self.path}: no run here: {CONFIG} is missing")
+        return load_config(self.path / CONFIG)
+
+    def settle_config(self, config: Config) -> Config:
+        """The configuration to run with: the given one, if it is the same run's; its difference is shown.
+
+        The first start writes it down.
+        """
+        if (self.path / CONFIG).exists():
+            changed = differences(self.read_config(), config)
+            refused = [d for d in changed if not d.operational]
+            if refused:
+                lines = "\n".join(f"  {d.key}: {d.old!r} in the run, {d.new!r} now" for d in refused)
+                raise RunError(
+                    f"{self.path}: the run was started with other settings that decide its result:\n{lines}\n"
+                    "Resume with the old ones, or take another --run-dir"
+                )
+            for d in changed:
+                logger.info("resumed with %s = %r, was %r", d.key, d.new, d.old)
+        write_atomically(self.path / CONFIG, strict_yaml.dump(config))
+        return config
+
+    # --- known items -------------------------------------------------------------------------------------------------
+
+    def write_items(self, vocabulary: Vocabulary, items: KnownItems) -> None:
+        """Write down which items the run knows."""
+        table = pa.table(
+            {
+                "item_id": vocabulary.ids,
+                "index": pa.array(np.arange(1, len(vocabulary) + 1)),
+                "count": pa.array(items.counts[1:]),
+                "known": pa.array(items.known[1:]),
+            }
+        )
+        aside = self.path / f".{ITEMS}.new"
+        pq.write_table(table, aside)
+        os.replace(aside, self.path / ITEMS)
+
+    def read_items(self) -> KnownItems:
+        """Which items the run knows."""
+        try:
+            table = pq.read_table(self.path / ITEMS, columns=["count", "known"])
+        except (OSError, pa.ArrowInvalid) as error:
+            raise DataError(f"{self.path / ITEMS}: not readable: {error}") from None
+        known = np.concatenate([[False], table["known"].to_numpy(zero_copy_only=False)])
+        return KnownItems(known.astype(bool), np.concatenate([[0], table["count"].to_numpy()]).astype(np.int64))
+
+    def has_items(self) -> bool:
+        """Whether they are written down."""
+        return (self.path / ITEMS).exists()
+
+    # --- metrics -----------------------------------------------------------------------------------------------------
+
+    def log(self, entry: dict[str, Any]) -> None:
+        """One object more in metrics.jsonl."""
+        with (self.path / METRICS).open("a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def forget_metrics_after(self, step: int) -> None:
+        """Steps that a resumed run will train again are logged again."""
+        path = self.path / METRICS
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (json.JSONDecodeError, KeyError):
+                continue  # cut short when the process was killed
+        write_atomically(path, "".join(kept))

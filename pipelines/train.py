@@ -1,0 +1,56 @@
+"""Train FuXi-Linear on a prepared dataset.
+
+    torchx run dist.ddp -j 1x2 -m pipelines.train -- --config configs/demo.yaml --run-dir runs/demo [key=value ...]
+
+A run directory that exists is resumed. ``python -m fuxi_torchrec.config`` lists the keys.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from fuxi_torchrec.config import load_config
+from fuxi_torchrec.distributed import process_group
+from fuxi_torchrec.logging import get_logger, setup_logging
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m pipelines.train", description=__doc__.splitlines()[0])
+    found.add_argument("--config", help="YAML file of the experiment; without one, the defaults or the run's own")
+    found.add_argument("--run-dir", required=True, help="directory of the run; an existing run is resumed")
+    found.add_argument("--init-from", type=Path, metavar="RUN", help="start a new run from another run's weights")
+    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that come before the config's")
+    return found
+
+
+@record
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, on as many processes as torchrun has started."""
+    options = parser().parse_args(arguments)
+    config = load_config(options.config, options.overrides)  # the same file and words on every process
+    setup_logging(config.logging.level)
+    logger = get_logger(__name__)
+    device = None if config.distributed.device == "auto" else config.distributed.device
+    with process_group(config.distributed.timeout_seconds, device) as world:
+        from fuxi_torchrec.training.run_directory import RunDirectory
+        from fuxi_torchrec.training.trainer import Trainer
+
+        trainer = Trainer(config, RunDirectory(options.run_dir), world, options.init_from)
+        summary = trainer.train()
+        logger.info(
+            "done: %d steps in %.1f s, %s events/s%s; %s",
+            summary["step"],
+            summary["seconds"],
+            f"{summary['events_per_second']:,}",
+            f", best {summary['metric']} {summary['best_metric']:.4f}" if summary["best_metric"] is not None else "",
+            options.run_dir,
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
