@@ -7,6 +7,7 @@ positions is enough: it keeps the order, its workers carry no state, and to resu
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
@@ -67,6 +68,7 @@ class Loader:
         return DataLoader(
             _Steps(self, convert),
             batch_size=None,
+            generator=torch.Generator(),  # or it would draw from the one that dropout uses
             sampler=_Positions(self, start, end_epoch),
             num_workers=self.workers,
             prefetch_factor=4 if self.workers else None,

@@ -232,6 +232,11 @@ def table_states(model: DistributedModelParallel) -> dict[str, Any]:
     return {name: value for name, value in model.state_dict().items() if ".embedding_bags." in name}
 
 
+def is_sharded(value: Any) -> bool:
+    """Whether every process holds a part of it only. (A ShardedTensor is a Tensor too.)"""
+    return isinstance(value, ShardedTensor)
+
+
 def like_weight(weight: Any, local: Tensor | None) -> Any:
     """Another value of each parameter of a table (a moment), divided among processes as the weight is.
 

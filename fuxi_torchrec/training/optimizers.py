@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.config import OptimizerConfig
 from fuxi_torchrec.embeddings.pipeline import RowWiseAdagrad, ShardedModel
-from fuxi_torchrec.embeddings.sharding import like_weight, table_states
+from fuxi_torchrec.embeddings.sharding import is_sharded, like_weight, table_states
 from fuxi_torchrec.training.feed import MicroBatch
 
 # learned tables of positions: like embeddings, they are not decayed
@@ -53,7 +53,7 @@ class StepOptimizer(torch.optim.Optimizer):
         table_lr = config.lr if config.table_lr is None else config.table_lr
         tables = {n: p for n, p in model.named_parameters() if ".embedding_bags." in n and p.numel()}
         dense = {n: p for n, p in model.named_parameters() if ".embedding_bags." not in n}
-        replicated = [n for n, value in table_states(model).items() if isinstance(value, Tensor)]
+        replicated = [n for n, value in table_states(model).items() if not is_sharded(value)]
         self._sharded = [p for n, p in tables.items() if n not in replicated]
         self._everywhere = [*(p for n, p in tables.items() if n in replicated), *dense.values()]
         decayed = {n: p for n, p in dense.items() if p.ndim > 1 and not n.endswith(_NOT_DECAYED)}

@@ -1,0 +1,171 @@
+"""Training on several processes: the same losses on any number of them, and after any interruption."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from integration_tests import runs
+
+GOLDEN = Path(__file__).parent / "goldens" / "losses.json"
+WIDE = ["train.epochs=100"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return [f"data.path={runs.small_dataset(tmp_path_factory.mktemp('data') / 'set')}", *WIDE]
+
+
+def differ(a, b):
+    assert a.keys() == b.keys()
+    return max(abs(a[step] - b[step]) for step in a)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "rowwise_adagrad"])
+@pytest.mark.parametrize("sharding", ["row_wise", "data_parallel"])
+def test_losses_are_the_same_on_1_2_and_4_processes_and_as_recorded(workers, data, tmp_path, sharding, kind):
+    settings = [*data, f"tables.sharding={sharding}", f"optimizer.kind={kind}", "train.max_steps=30"]
+    found = {n: workers(n).run(runs.run, tmp_path / f"run-{n}", settings)[0] for n in (1, 2, 4)}
+    assert len(found[1]) == 30
+    assert differ(found[1], found[2]) < 1e-5
+    assert differ(found[1], found[4]) < 1e-5
+    recorded = {int(step): loss for step, loss in json.loads(GOLDEN.read_text())[kind].items()}
+    assert differ(found[1], recorded) < 1e-4  # other processors round differently
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "column_wise"])
+def test_other_shardings_give_the_same_losses(workers, data, tmp_path, sharding):
+    steps = "train.max_steps=5"
+    expected = workers(2).run(runs.run, tmp_path / "row", [*data, steps])[0]
+    found = workers(2).run(runs.run, tmp_path / "other", [*data, steps, f"tables.sharding={sharding}"])[0]
+    assert differ(expected, found) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["train.pipeline=sparse_dist"],
+        ["batch.max_tokens_per_rank=400"],
+        ["batch.max_tokens_per_rank=400", "train.pipeline=sparse_dist"],
+        ["model.activation_checkpointing=true"],
+    ],
+    ids=["sparse_dist", "micro_batches", "all_together", "activation_checkpointing"],
+)
+def test_operational_settings_do_not_change_the_losses(workers, data, tmp_path, settings):
+    common = [*data, "train.max_steps=6", "optimizer.clip_norm=0.5"]
+    expected = workers(1).run(runs.run, tmp_path / "plain", common)[0]
+    found = workers(2).run(runs.run, tmp_path / "other", [*common, *settings])[0]
+    assert differ(expected, found) < 1e-5
+
+
+@pytest.mark.parametrize("negatives", ["uniform", "full", "in_batch"])
+def test_every_kind_of_negatives_trains(workers, data, tmp_path, negatives):
+    settings = [*data, "train.max_steps=10", f"loss.negatives={negatives}", "loss.num_negatives=16"]
+    one, two = (workers(n).run(runs.run, tmp_path / f"run-{n}", settings)[0] for n in (1, 2))
+    assert one[10] < one[1]
+    if negatives != "in_batch":  # which takes this process's targets
+        assert differ(one, two) < 1e-5
+
+
+def test_a_resume_with_dropout_repeats_the_uninterrupted_run_exactly(workers, data, tmp_path):
+    settings = [*data, "model.dropout=0.2", "optimizer.decay=cosine", "optimizer.warmup_steps=3"]
+    settings += ["optimizer.decay_steps=12"]
+    whole = workers(2).run(runs.run, tmp_path / "whole", [*settings, "train.max_steps=12"])[0]
+    workers(2).run(runs.run, tmp_path / "cut", [*settings, "train.max_steps=5"])
+    resumed = workers(2).run(runs.run, tmp_path / "cut", [*settings, "train.max_steps=12"])[0]
+    assert whole == resumed
+
+
+@pytest.mark.parametrize("kind", ["adamw", "rowwise_adagrad"])
+def test_a_run_saved_on_2_processes_continues_on_1_2_4_and_with_another_sharding(workers, data, tmp_path, kind):
+    settings = [*data, f"optimizer.kind={kind}"]
+    whole = workers(2).run(runs.run, tmp_path / "whole", [*settings, "train.max_steps=10"])[0]
+    changes = [(1, []), (2, []), (4, []), (2, ["tables.sharding=table_wise"]), (2, ["tables.sharding=data_parallel"])]
+    changes += [(2, ["tables.sharding=column_wise"])] if kind == "adamw" else []
+    for number, (processes, change) in enumerate(changes):
+        run_dir = tmp_path / f"run-{number}"
+        workers(2).run(runs.run, run_dir, [*settings, "train.max_steps=5"])
+        found = workers(processes).run(runs.run, run_dir, [*settings, *change, "train.max_steps=10"])[0]
+        assert differ(whole, found) < 1e-5, (processes, change)
+
+
+def test_equal_shards_are_not_copies_of_each_other(workers, tmp_path):
+    """Averages of equal size and one name on every process: a checkpoint that keeps one process's copy is wrong."""
+    data = [f"data.path={runs.small_dataset(tmp_path / 'set', items=511, groups=7)}", *WIDE, "train.max_steps=4"]
+    saved = workers(2).run(moments_after, tmp_path / "run", data)
+    loaded = workers(4).run(moments_after, tmp_path / "run", data)
+    assert all(saved[0][name].shape == saved[1][name].shape for name in saved[0])
+    assert any("exp_avg" in name for name in saved[0])
+    for name in saved[0]:
+        assert not torch.equal(saved[0][name], saved[1][name])
+        assert torch.equal(torch.cat([part[name] for part in saved]), torch.cat([part[name] for part in loaded])), name
+
+
+def moments_after(run_dir, settings):
+    """This process's part of the item table and of its averages, after training to the end."""
+    made, _ = runs.trainer(run_dir, settings)
+    made.train()
+    weights = {f"model.{k}": v for k, v in made.model.state_dict().items()}
+    values = {**weights, **made.optimizer.moments()}
+    return {k: v.local_shards()[0].tensor.clone() for k, v in values.items() if hasattr(v, "local_shards")}
+
+
+def test_init_from_takes_old_rows_over_and_starts_new_ones(workers, tmp_path):
+    from fuxi_torchrec.data.prepare import PrepareOptions, prepare
+    from fuxi_torchrec.data.sources import events
+
+    first, second = event_logs(tmp_path)
+    prepare(events(str(first), "user", "item", "time", "s"), tmp_path / "day1", PrepareOptions())
+    prepare(events(str(second), "user", "item", "time", "s"), tmp_path / "day2", PrepareOptions(extend=str(tmp_path / "day1")))
+    one = [f"data.path={tmp_path / 'day1'}", "train.max_steps=3", *WIDE]
+    two = [f"data.path={tmp_path / 'day2'}", "train.max_steps=3", *WIDE]
+    workers(2).run(runs.run, tmp_path / "run1", one)
+    old = torch.cat(workers(2).run(item_table, tmp_path / "run1", one, None))
+    for processes in (1, 2, 4):
+        run_dir = tmp_path / f"run2-{processes}"
+        new = torch.cat(workers(processes).run(item_table, run_dir, two, tmp_path / "run1"))
+        fresh = torch.cat(workers(processes).run(item_table, tmp_path / f"fresh-{processes}", two, None))
+        assert len(new) > len(old)
+        assert torch.equal(new[: len(old)], old)
+        assert torch.equal(new[len(old) :], fresh[len(old) :])
+    assert workers(2).run(runs.run, tmp_path / "run2-2", two)[0].keys() == {1, 2, 3}
+
+
+def item_table(run_dir, settings, init_from):
+    """This process's rows of the item table before training goes on."""
+    made, _ = runs.trainer(run_dir, settings, init_from=init_from)
+    parts = [v for k, v in made.model.state_dict().items() if "item_table" in k]
+    return parts[0].local_shards()[0].tensor.clone()
+
+
+def event_logs(path):
+    """A day's log, and another with more items."""
+    generator = torch.Generator().manual_seed(0)
+
+    def write(name, items, users):
+        lines = ["user,item,time"]
+        for user in range(users):
+            for step, item in enumerate(torch.randint(items, (30,), generator=generator).tolist()):
+                lines.append(f"u{user},i{item},{1_700_000_000 + 3600 * step + user}")
+        (path / name).write_text("\n".join(lines) + "\n")
+        return path / name
+
+    return write("one.csv", 80, 40), write("two.csv", 131, 60)
+
+
+def test_validation_keeps_the_best_checkpoint_and_stops_early(workers, data, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    settings = [*data, "validation.every_epochs=1", "validation.users=50", "validation.patience=1"]
+    settings += ["optimizer.lr=0.3", "checkpoint.keep_last=1", "train.max_steps=60"]
+    workers(2).run(runs.run, tmp_path / "run", settings)
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    validations = [e["validation"]["ndcg@10"] for e in entries if "validation" in e]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best_metric"] == max(validations)
+    best = (tmp_path / "run" / "checkpoints" / "best").read_text().strip()
+    assert int(best.removeprefix("step-")) == summary["best_step"]
+    assert (tmp_path / "run" / "checkpoints" / best / "checkpoint.json").exists()
+    assert validations[-1] <= max(validations[:-1])  # the reason to stop
+    assert summary["step"] < 60
