@@ -7,6 +7,7 @@ WARNING come from rank 0 only, warnings and errors from every rank, each with th
 import logging
 import os
 import sys
+import warnings
 from typing import TextIO
 
 ROOT_NAME = "fuxi_torchrec"
@@ -42,4 +43,19 @@ def setup_logging(level: str = "info", stream: TextIO | None = None) -> logging.
     logger.handlers = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+    _quiet_libraries()
     return logger
+
+
+def _quiet_libraries() -> None:
+    """Leave out what TorchRec and torch say of their own affairs at every start."""
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger().addFilter(_about_own_code)
+    for module in ("torch", "torchrec"):
+        warnings.filterwarnings("ignore", category=FutureWarning, module=rf"{module}\.")
+    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered.*")
+
+
+def _about_own_code(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Sharding spec not found")

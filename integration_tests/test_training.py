@@ -118,7 +118,11 @@ def test_init_from_takes_old_rows_over_and_starts_new_ones(workers, tmp_path):
 
     first, second = event_logs(tmp_path)
     prepare(events(str(first), "user", "item", "time", "s"), tmp_path / "day1", PrepareOptions())
-    prepare(events(str(second), "user", "item", "time", "s"), tmp_path / "day2", PrepareOptions(extend=str(tmp_path / "day1")))
+    prepare(
+        events(str(second), "user", "item", "time", "s"),
+        tmp_path / "day2",
+        PrepareOptions(extend=str(tmp_path / "day1")),
+    )
     one = [f"data.path={tmp_path / 'day1'}", "train.max_steps=3", *WIDE]
     two = [f"data.path={tmp_path / 'day2'}", "train.max_steps=3", *WIDE]
     workers(2).run(runs.run, tmp_path / "run1", one)
