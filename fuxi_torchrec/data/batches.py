@@ -1,5 +1,6 @@
 """Batches of events as plain tensors."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -155,6 +156,14 @@ class BatchMaker:
             index = _ranges(block.offsets[:-1], block.offsets[:-1] + train_end)
             counts += np.bincount(block.items[index], minlength=len(counts))
         return counts
+
+    def training_pairs(self) -> Iterator[tuple[Ints, Ints]]:
+        """Neighbouring items of the training split, block by block: each event's item, and the item after it."""
+        for number in range(len(self.reader.groups)):
+            block = self.reader.block(number)
+            train_end = self._bounds(block).train_end
+            index = _ranges(block.offsets[:-1], block.offsets[:-1] + np.maximum(train_end - 1, 0))
+            yield block.items[index], block.items[index + 1]
 
     def _blocks(self, users: Ints) -> "list[tuple[int, Block, Ints, slice]]":
         """Of sorted users: each block, its rows, and their place among the users."""

@@ -186,7 +186,9 @@ class Schedule:
             # streams begin a little after one another, so that they do not all emit in the same steps
             steps = (spent_before * plan.num_streams + stream * usual) // budget
             found.append((order, steps))
-        return found
+        # sequences longer than a stream's credit leave steps in which nobody emits: those are no steps
+        used = np.unique(np.concatenate([steps for _, steps in found]))
+        return [(order, np.searchsorted(used, steps)) for order, steps in found]
 
     def _order(self, stream: int, epoch: int) -> Ints:
         """A stream's sequences, shuffled in bounded memory: blocks change places, then neighbours among them mix."""

@@ -1,0 +1,99 @@
+"""What a model must beat: popular items, the user's latest items, and what usually follows the last one.
+
+Each is an order of all known items, so a target has exactly one rank: items with equal scores stand by popularity, and
+items of equal popularity by index.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fuxi_torchrec.data.batches import BatchMaker, EventBatch
+from fuxi_torchrec.training.ranking import UNRANKED
+
+Ints = NDArray[np.int64]
+NAMES = ("popularity", "recent items", "transitions")
+
+
+@dataclass(frozen=True)
+class _Transitions:
+    """Successors of each item in the training split, most frequent first."""
+
+    first: Ints  # (items + 2,) where an item's successors begin
+    successors: Ints
+
+    def of(self, item: int) -> Ints:
+        return self.successors[self.first[item] : self.first[item + 1]]
+
+
+class Baselines:
+    """Ranks of targets by rules that need no model.
+
+    Args:
+        maker: the dataset with its split.
+        known: (items + 1,) which items are candidates.
+        counts: (items + 1,) training events of each.
+    """
+
+    def __init__(self, maker: BatchMaker, known: NDArray[np.bool_], counts: Ints) -> None:
+        self.known = known
+        order = np.lexsort((np.arange(len(counts)), -counts))
+        self._by_popularity = order[known[order]]
+        self._place = np.full(len(counts), len(counts), np.int64)  # of each item among all by popularity
+        self._place[self._by_popularity] = np.arange(len(self._by_popularity))
+        self._transitions = self._count_transitions(maker)
+
+    def _count_transitions(self, maker: BatchMaker) -> _Transitions:
+        items = len(self.known)
+        codes = np.zeros(0, np.int64)
+        times = np.zeros(0, np.int64)
+        for before, after in maker.training_pairs():
+            keep = self.known[before] & self.known[after]
+            found, count = np.unique(before[keep] * items + after[keep], return_counts=True)
+            codes, where = np.unique(np.concatenate([codes, found]), return_inverse=True)
+            times = np.bincount(where, weights=np.concatenate([times, count]), minlength=len(codes)).astype(np.int64)
+        before, after = codes // items, codes % items
+        order = np.lexsort((self._place[after], -times, before))
+        first = np.searchsorted(before[order], np.arange(items + 1))
+        return _Transitions(first, after[order])
+
+    def ranks(self, histories: EventBatch, targets: Sequence[int], filter_seen: bool) -> dict[str, torch.Tensor]:
+        """Ranks by each rule; UNRANKED for unknown targets.
+
+        Args:
+            histories: everything before the targets.
+            targets: ids, 0 if unknown.
+            filter_seen: leave the user's own items out of the candidates; the target stays.
+        """
+        items, offsets = histories.items.numpy(), histories.offsets.numpy()
+        ranks: dict[str, list[int]] = {name: [] for name in NAMES}
+        for number, target in enumerate(targets):
+            history = items[offsets[number] : offsets[number + 1]]
+            for name, rank in zip(NAMES, self._of_user(history, target, filter_seen), strict=True):
+                ranks[name].append(rank)
+        return {name: torch.tensor(found, dtype=torch.int64) for name, found in ranks.items()}
+
+    def _of_user(self, history: Ints, target: int, filter_seen: bool) -> tuple[int, int, int]:
+        if target == 0:
+            return (UNRANKED,) * 3
+        distinct, back = np.unique(history[::-1], return_index=True)
+        recent = distinct[np.argsort(back)]  # latest first
+        recent = recent[self.known[recent]]
+        after = self._transitions.of(int(history[-1])) if len(history) else recent[:0]
+        left_out = recent[recent != target] if filter_seen else recent[:0]
+        if filter_seen:
+            recent = recent[:0]  # none of them is a candidate
+            after = after[~np.isin(after, left_out)]
+        rules = (recent[:0], recent, after)
+        return tuple(self._rank(first, target, left_out) for first in rules)  # type: ignore[return-value]
+
+    def _rank(self, first: Ints, target: int, left_out: Ints) -> int:
+        """The target's place when ``first`` come first, then all others by popularity."""
+        found = np.flatnonzero(first == target)
+        if len(found):
+            return int(found[0]) + 1
+        better = self._place[np.concatenate([first, left_out])] < self._place[target]
+        return len(first) + int(self._place[target]) - int(better.sum()) + 1

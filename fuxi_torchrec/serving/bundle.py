@@ -1,0 +1,200 @@
+"""An export on disk: what it holds, what it promises, and how it is opened.
+
+manifest.json                written last: a directory without it is not an export
+encoder.safetensors          the encoder's parameters, by their names in FuXiLinearEncoder
+tables.safetensors           item_table (items + 1, D), and side_NAME of each side feature: raw rows
+items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
+users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
+histories/part-00000.parquet user_id, item, timestamp, side features: the encoded events, row by row as in users/
+states/part-00000.bin        states of users with long histories; users/ has the row
+index.faiss                  FAISS index over items/, ids are dense indices
+programs/query.pt2, append.pt2   torch.export programs
+"""
+
+import dataclasses
+import json
+import os
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fuxi_torchrec.modules.config import FuXiLinearConfig
+from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
+
+VERSION = 1
+MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
+ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
+ITEM_TABLE = "item_table"
+
+
+class ExportError(ValueError):
+    """An export that cannot be read, or not written as asked."""
+
+
+@dataclass(frozen=True)
+class SideTable:
+    """A side feature of events: its rows are added to the item's."""
+
+    name: str
+    multiple: bool
+    pooling: Literal["sum", "mean"]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of an export."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    Attributes:
+        model: the encoder's configuration, as FuXiLinearConfig takes it.
+        model_id: of these weights; states belong to exactly one.
+        metric, temperature: score = <q, e> / temperature, both of unit length for ``l2``; embeddings in the export are
+            scaled so that their inner product, over the temperature, is the score.
+        dimension: of the embeddings.
+        time_unit: of every time.
+        as_of: when the users were asked.
+        max_length: events encoded of a user, the latest.
+        state_min_events: users with fewer have no state and are encoded again from their history.
+        state_bytes: of a state record, its checksum included.
+        items, users, states: how many.
+        item_id_type, user_id_type: ``int64`` or ``string``.
+        sides: side features.
+        index: kind and measured recall of the FAISS index.
+        dataset: fingerprint of the data it was made from.
+        run: step and name of the checkpoint it was made from.
+        rules: the rules of anchors, as_of and ties, in words.
+        files: every other file of the export.
+        parent: model_id and as_of of the export that a refresh began with; None for a full export.
+    """
+
+    model: dict[str, Any]
+    model_id: str
+    metric: Literal["l2", "dot"]
+    temperature: float
+    dimension: int
+    time_unit: str
+    as_of: int
+    max_length: int
+    state_min_events: int
+    state_bytes: int
+    items: int
+    users: int
+    states: int
+    item_id_type: str
+    user_id_type: str
+    sides: tuple[SideTable, ...] = ()
+    index: dict[str, Any] = field(default_factory=dict)
+    dataset: str = ""
+    run: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    parent: dict[str, Any] | None = None
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """As it is written."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, path: Path) -> "Manifest":
+        """Back from :meth:`to_json`."""
+        try:
+            plain = json.loads(text)
+            if plain["version"] != VERSION:
+                raise ExportError(
+                    f"{path}: export of version {plain['version']}, this software reads version {VERSION}: export again"
+                )
+            plain["sides"] = tuple(SideTable(**side) for side in plain["sides"])
+            plain["files"] = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
+            return Manifest(**plain)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ExportError(f"{path}: not a readable manifest: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A finished export."""
+
+    path: Path
+    manifest: Manifest
+
+    @staticmethod
+    def open(path: str | Path, verify: Literal["sizes", "checksums"] = "sizes") -> "Bundle":
+        """Read the manifest and check the files' sizes, or their contents too."""
+        path = Path(path)
+        try:
+            text = (path / MANIFEST).read_text()
+        except OSError:
+            raise ExportError(
+                f"{path}: no export here: {MANIFEST} is missing or cannot be read. It is written last, so an "
+                "unfinished export has none: export again"
+            ) from None
+        manifest = Manifest.from_json(text, path / MANIFEST)
+        for name, entry in manifest.files.items():
+            check_file(path / name, entry, contents=verify == "checksums")
+        return Bundle(path, manifest)
+
+    def parts(self, folder: str) -> list[Path]:
+        """The files of a folder, in order."""
+        return [self.path / name for name in sorted(self.manifest.files) if name.startswith(folder + "/")]
+
+    def encoder(self) -> FuXiLinearEncoder:
+        """The encoder, ready to serve."""
+        encoder = FuXiLinearEncoder(FuXiLinearConfig(**self.manifest.model))
+        encoder.load_state_dict(load_file(self.path / ENCODER))
+        return encoder.eval().requires_grad_(False)
+
+    def tables(self) -> dict[str, Tensor]:
+        """Raw rows of the item table and of side features."""
+        return load_file(self.path / TABLES)
+
+
+def check_file(path: Path, entry: FileEntry, contents: bool) -> None:
+    """Refuse a file that is not as the manifest says."""
+    if not path.exists():
+        raise ExportError(f"{path} is missing: the export is damaged, export again")
+    if path.stat().st_size != entry.size:
+        raise ExportError(f"{path} has {path.stat().st_size} bytes where the manifest says {entry.size}: export again")
+    if contents and crc32_of(path) != entry.crc32:
+        raise ExportError(f"{path} has another checksum than the manifest says: the file is damaged, export again")
+
+
+def describe_file(path: Path) -> FileEntry:
+    """A file as the manifest lists it."""
+    return FileEntry(path.stat().st_size, crc32_of(path))
+
+
+def crc32_of(path: Path) -> int:
+    """Of a file's contents."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """The commit of an export: all other files are there and on disk."""
+    aside = directory / f".{MANIFEST}.new"
+    with aside.open("w") as file:
+        file.write(manifest.to_json())
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, directory / MANIFEST)
+
+
+def scaled(vectors: Tensor, metric: str) -> Tensor:
+    """Vectors as scores use them: of unit length for ``l2``."""
+    return torch.nn.functional.normalize(vectors, dim=-1, eps=1e-6) if metric == "l2" else vectors
