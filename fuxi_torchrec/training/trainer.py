@@ -161,6 +161,7 @@ class Trainer:
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
         self.identity = self.data.identity(config)
         self.progress = self._restore(init_from)
+        self._validated_at = -1
         self.lengths = self.data.maker.train_lengths()
 
     def _build(self) -> tuple[ShardedModel, Any]:
@@ -279,7 +280,10 @@ class Trainer:
             every = config.checkpoint.every_steps
             if not saved and every is not None and self.progress.step % every == 0:
                 self.save()
-        if self.progress.step and self._newest_step() != self.progress.step:
+        if self._validates() and self._validated_at != self.progress.step:
+            with _detached(pipeline):
+                self._validate(watch)
+        if self._newest_step() != self.progress.step:
             self.save()
         watch.close()
         return self._summary(time.monotonic() - began, events)
@@ -354,19 +358,22 @@ class Trainer:
 
     # --- validation --------------------------------------------------------------------------------------------------
 
+    def _validates(self) -> bool:
+        data = self.config.data
+        nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
+        return self.config.validation.every_epochs is not None and not nothing_held_out
+
     def _validation_due(self) -> bool:
-        every = self.config.validation.every_epochs
-        if every is None or self.config.data.fit_on_valid:
+        if not self._validates():
             return False
-        if self.config.data.split == "by_time" and self.config.data.valid_from is None:
-            return False
-        period = max(1, round(every * self.loader.steps(0)))
+        period = max(1, round((self.config.validation.every_epochs or 1) * self.loader.steps(0)))
         return self.progress.step % period == 0
 
     def _validate(self, watch: "_Watch") -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
         metrics = self.validate()
+        self._validated_at = self.progress.step
         value = metrics[wanted.metric]
         best = self.progress.best_metric is None or value > self.progress.best_metric
         if best:
