@@ -68,7 +68,7 @@ def user_vectors(model: ShardedModel, batch: EventBatch, tables: Tables, request
     ready = ready.to(model.device)
     if request is not None:
         ready.request_timestamps = request.to(model.device)
-    sides = None if module.sides is None else module.sides(ready.sides).values()
+    sides = None if module.sides is None else module.sides(ready.sides).to_dict()
     rows = module.head.event_rows(module.items(ready.items).values(), sides, ready)
     return module.head.encode(rows, ready).index_select(0, (batch.offsets[1:] - 1).to(model.device))
 
