@@ -1,4 +1,4 @@
-"""Event logs to a dataset: DuckDB checks, filters and sorts, out of core; list rows are cut from its Arrow stream."""
+"""Event logs to a dataset: DuckDB reads, checks, filters and counts, buckets sort; all of it out of core."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import exists, resolve
-from fuxi_torchrec.data.sources import FILE, ROW, ROWS_PER_FILE, Source, literal, quote
+from fuxi_torchrec.data.sources import FILE, ROW, Source, literal, quote
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
-from fuxi_torchrec.data.writer import DatasetWriter, whole_users
+from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -31,7 +33,8 @@ Progress = Callable[[str, int, int], None]  # what is done, events so far, event
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
 _TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
-_BATCH = 2**17
+_STREAMED = 2**25  # bytes that DuckDB reads ahead
+_BATCH = 2**17  # events between DuckDB and the buckets at once
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,13 @@ def _connect(output: str | Path, options: PrepareOptions) -> Iterator[Any]:
         shutil.rmtree(place, ignore_errors=True)
 
 
+def _bytes(text: str) -> int:
+    """A size as DuckDB prints it, for example ``953.6 MiB``."""
+    number, _, unit = text.partition(" ")
+    powers = {"bytes": 0, "byte": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40, "PiB": 50}
+    return int(float(number) * 2 ** powers[unit])
+
+
 def _without_hints(message: str) -> str:
     """DuckDB's message without its advice on reading options, but with the file it speaks of."""
     first = message.split("\n\n")[0].strip()
@@ -97,6 +107,12 @@ class _Preparation:
     ) -> None:
         self.connection, self.source, self.options, self.writer = connection, source, options, writer
         self.progress = progress
+        # half of the memory is DuckDB's, half the buckets'
+        half = _bytes(self._value("SELECT current_setting('memory_limit')")) // 2
+        self._sql(f"SET memory_limit = '{half} B'")
+        self._sql(f"SET streaming_buffer_size = '{min(_STREAMED, half // 8)} B'")
+        self.budget = half
+        self.spill = os.path.join(self._value("SELECT current_setting('temp_directory')"), "buckets")
 
     def run(self) -> DatasetInfo:
         """All steps."""
@@ -108,10 +124,13 @@ class _Preparation:
         total = self._count()
         items = self._item_vocabulary()
         vocabularies = self._side_vocabularies()
+        buckets = self._fill_buckets(vocabularies, total)
+        ids = _in_parts(self.connection.sql("SELECT user_id FROM users ORDER BY number").to_arrow_reader(_BATCH))
+        next(ids)
         done = 0
-        for table in whole_users(self._sorted_events(vocabularies)):
-            self.writer.write(table)
-            done += table.num_rows
+        for users in buckets.sorted():
+            self.writer.write_users(ids.send(len(users.lengths)), users.lengths, users.events)
+            done += users.events.num_rows
             self.progress("sorting and writing", done, total)
         return self.writer.finish(items, skipped, frozenset(vocabularies))
 
@@ -194,11 +213,17 @@ class _Preparation:
         """Count bad rows; name the first ones, or leave them out."""
         conditions = self._bad()
         every = " OR ".join(f"({condition})" for condition in conditions.values())
-        bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
-        *numbers, first, last = self._row(f"SELECT {bad}, min(timestamp), max(timestamp) FROM log")
+        # Parquet answers these from its metadata
+        columns = ["user_id", "item_id", "timestamp", *(["target"] if self.source.target else [])]
+        counts = ", ".join(f"count({column})" for column in columns)
+        rows, *numbers, first, last = self._row(f"SELECT count(*), {counts}, min(timestamp), max(timestamp) FROM log")
         self._warn_about_unit(first, last)
-        found = dict(zip(conditions, numbers, strict=True))
-        skipped = {reason: int(count) for reason, count in found.items() if count}
+        self.times = (first, last)
+        skipped = {}
+        if self.source.target or min(numbers) < rows or (first is not None and first < 0):
+            bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
+            found = dict(zip(conditions, self._row(f"SELECT {bad} FROM log"), strict=True))
+            skipped = {reason: int(count) for reason, count in found.items() if count}
         if not skipped:
             self._sql("CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log")
             return {}
@@ -219,7 +244,7 @@ class _Preparation:
             firsts += f"(SELECT {FILE}, row_number() OVER () AS {ROW} FROM {self.source.reader}) GROUP BY 1"
         else:
             firsts = "SELECT DISTINCT source_file, 0 AS first FROM log"
-        row = f"n % {ROWS_PER_FILE} + 1" if self.has_rows else "n - first + 1"
+        row = f"n % {self.source.rows_per_file} + 1" if self.has_rows else "n - first + 1"
         case = " ".join(f"WHEN {condition} THEN {literal(reason)}" for reason, condition in conditions.items())
         rows = self._sql(
             f"SELECT source_file, {row}, CASE {case} END "
@@ -346,17 +371,25 @@ class _Preparation:
             coded.append(name)
         return coded
 
-    def _sorted_events(self, coded: list[str]) -> Iterator[pa.RecordBatch]:
-        """All events by user, time and the order in which they were read, items and strings as indices."""
-        user = (
-            "user_id"
-            if self._value("SELECT typeof(user_id) FROM events LIMIT 1") == "VARCHAR"
-            else "CAST(user_id AS BIGINT)"
+    def _fill_buckets(self, coded: list[str], total: int) -> BucketSort:
+        """All events with items and strings as indices, in the buckets that will sort them."""
+        kind = self._value("SELECT typeof(user_id) FROM events LIMIT 1")
+        user = "user_id" if kind == "VARCHAR" else "CAST(user_id AS BIGINT)"
+        self._sql(
+            f"CREATE TABLE users AS SELECT user_id AS id, {user} AS user_id, count, "
+            "CAST(row_number() OVER (ORDER BY user_id) - 1 AS INTEGER) AS number "
+            "FROM (SELECT user_id, count(*) AS count FROM events GROUP BY user_id)"
         )
-        columns = [f"{user} AS {USER}", f"items.index AS {ITEM}", f"timestamp AS {TIME}"]
+        counts = self.connection.sql("SELECT count FROM users ORDER BY number").to_arrow_table()
+        rows = len(self.source.files) * self.source.rows_per_file or self._value("SELECT max(n) FROM log")
+        first, last = self.times
+        time, first = _narrow("timestamp", first, last)
+        row, _ = _narrow("n", 0, rows)
+        columns = [f"users.number AS {USER_NUMBER}", f"{row} AS {ROW_NUMBER}"]
+        columns += [f"items.index AS {ITEM}", f"{time} AS {TIME}"]
         if self.source.target:
             columns.append(f"target AS {TARGET}")
-        joins = "JOIN items USING (item_id)"
+        joins = "JOIN items USING (item_id) JOIN users ON events.user_id = users.id"
         for name in self.source.sides:
             column, table = quote("side_" + name), quote("side_table_" + name)
             if name in coded:
@@ -367,8 +400,49 @@ class _Preparation:
                 columns.append(f"coalesce({values}, []) AS {quote(name)}")
             else:
                 columns.append(f"CAST(coalesce({column}, 0) AS BIGINT) AS {quote(name)}")
-        query = f"SELECT {', '.join(columns)} FROM events {joins} ORDER BY user_id, timestamp, n"
-        yield from self.connection.sql(query).to_arrow_reader(_BATCH)
+        buckets = BucketSort(
+            counts["count"].to_numpy(), ROW_GROUP_EVENTS, self._bucket_events(total), self.budget, self.spill, first
+        )
+        done = 0
+        batches = self.connection.sql(f"SELECT {', '.join(columns)} FROM events {joins}").to_arrow_reader(_BATCH)
+        with ThreadPoolExecutor(1) as pool:
+            adding = pool.submit(lambda: None)
+            for batch in batches:
+                adding.result()
+                adding = pool.submit(buckets.add, batch)  # while the next one is read
+                done += batch.num_rows
+                self.progress("reading", done, total)
+            adding.result()
+        if done != total:
+            raise DataError(
+                f"{total:,} events were counted and {done:,} were read: the log changed, or its metadata lies"
+            )
+        return buckets
+
+    def _bucket_events(self, total: int) -> int:
+        """How many events are sorted at once: few enough that a bucket is a small part of the memory."""
+        lists = [quote("side_" + name) for name in self.source.sides if self.types[name].endswith("[]")]
+        values = [self._value(f"SELECT coalesce(sum(len({column})), 0) FROM events") for column in lists]
+        each = 8 * (4 + len(self.source.sides) + sum(map(int, values)) / total)
+        return max(1, min(BUCKET_EVENTS, int(self.budget / 16 / each)))
+
+
+def _narrow(column: str, least: int, most: int) -> tuple[str, int]:
+    """A column in 32 bits if its range allows, as SQL; and what was subtracted for that."""
+    if most - least < 2**32:
+        return f"CAST({column} - {least} AS UINTEGER)", least
+    return column, 0
+
+
+def _in_parts(batches: Iterable[pa.RecordBatch]) -> Generator[pa.Array, int, None]:
+    """The first column of all batches in parts: send a length, get the next part of that length."""
+    held: pa.Array | None = None
+    size = yield pa.array([])
+    for batch in batches:
+        held = batch.column(0) if held is None else pa.concat_arrays([held, batch.column(0)])
+        while len(held) >= size:
+            part, held = held.slice(0, size), held.slice(size)
+            size = yield part
 
 
 def prepare_synthetic(config: SyntheticConfig, output: str | Path, progress: Progress | None = None) -> DatasetInfo:
