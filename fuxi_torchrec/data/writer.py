@@ -54,7 +54,7 @@ def list_rows(users: pa.Array, lengths: np.ndarray, events: pa.Table | pa.Record
     return pa.table({USER: users, **lists})
 
 
-def _encoding(schema: pa.Schema) -> dict[str, Any]:
+def encoding(schema: pa.Schema) -> dict[str, Any]:
     """Differences of neighbours are small in times and indices: fast to write, fast to read, and as small as zstd."""
     columns = {}
     for field in schema:
@@ -129,7 +129,7 @@ class DatasetWriter:
         if self._writer is None:
             name = f"part-{len(self._files):05d}.parquet"
             filesystem, inside = resolve(f"{self.place}/{name}")
-            self._writer = pq.ParquetWriter(inside, rows.schema, filesystem=filesystem, **_encoding(rows.schema))
+            self._writer = pq.ParquetWriter(inside, rows.schema, filesystem=filesystem, **encoding(rows.schema))
             self._schema, self._open = rows.schema, [0, 0]
         self._writer.write_table(rows, row_group_size=max(1, len(rows)))
         self._open[0] += len(rows)
