@@ -4,10 +4,13 @@ python -m pipelines.prepare SOURCE --input PATH --output DIR [...]
 """
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -109,18 +112,42 @@ def run(args: argparse.Namespace) -> DatasetInfo:
             return prepare(make_source(args, scratch), args.output, options, report)
 
 
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[list[signal.Signals]]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt, once; the list says which it was."""
+    received: list[signal.Signals] = []
+
+    def stop(number: int, _: object) -> None:
+        if not received:  # another one does not disturb the clearing up
+            received.append(signal.Signals(number))
+            raise KeyboardInterrupt
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare and say what came of it."""
     args = parse(arguments)
     setup_logging()
-    try:
-        info = run(args)
-    except (DataError, ValueError, OSError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("prepare: interrupted; nothing was written", file=sys.stderr)
-        return 130
+    with stopped_by_signals() as received:
+        try:
+            info = run(args)
+        except BaseException as error:
+            # an error after a signal comes of it, whatever has become of the exception on its way
+            if received or isinstance(error, KeyboardInterrupt):
+                number = received[0] if received else signal.SIGINT
+                print(f"prepare: stopped by {number.name}; nothing was written", file=sys.stderr)
+                return 128 + number
+            if isinstance(error, DataError | ValueError | OSError):
+                print(f"prepare: {error}", file=sys.stderr)
+                return 1
+            raise
     span = f"{as_utc(info.first_time, info.time_unit)} to {as_utc(info.last_time, info.time_unit)}"
     print(f"{args.output}: {info.users:,} users, {info.items:,} items, {info.events:,} events, {span}")
     if info.skipped_rows:
