@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -22,6 +23,8 @@ from fuxi_torchrec.data.prepare import PrepareOptions, as_utc, prepare, prepare_
 from fuxi_torchrec.data.sources import Source
 from fuxi_torchrec.data.synthetic import SyntheticConfig, oracle_hit_rate
 from fuxi_torchrec.logging import setup_logging
+
+CLEARING_SECONDS = 5.0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -90,8 +93,8 @@ def make_source(args: argparse.Namespace, scratch: str) -> Source:
     )
 
 
-def run(args: argparse.Namespace) -> DatasetInfo:
-    """Prepare, with a progress bar on a terminal."""
+def run(args: argparse.Namespace, stopped: Sequence[signal.Signals] = ()) -> DatasetInfo:
+    """Prepare, with a progress bar on a terminal, until something is in ``stopped``."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -102,6 +105,8 @@ def run(args: argparse.Namespace) -> DatasetInfo:
         task = bar.add_task("starting", total=None)
 
         def report(what: str, done: int, total: int) -> None:
+            if stopped:  # what the handler raised was lost, in a destructor for example
+                raise KeyboardInterrupt
             bar.update(task, description=what, completed=done, total=total or None)
 
         if args.source == "synthetic":
@@ -114,12 +119,15 @@ def run(args: argparse.Namespace) -> DatasetInfo:
 
 @contextlib.contextmanager
 def stopped_by_signals() -> Iterator[list[signal.Signals]]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, once; the list says which it was."""
+    """SIGINT and SIGTERM raise KeyboardInterrupt; the list says which came."""
     received: list[signal.Signals] = []
+    last = -CLEARING_SECONDS
 
     def stop(number: int, _: object) -> None:
-        if not received:  # another one does not disturb the clearing up
-            received.append(signal.Signals(number))
+        nonlocal last
+        received.append(signal.Signals(number))
+        before, last = last, time.monotonic()
+        if last - before >= CLEARING_SECONDS:  # one soon after another does not disturb the clearing up
             raise KeyboardInterrupt
 
     here = threading.current_thread() is threading.main_thread()
@@ -137,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup_logging()
     with stopped_by_signals() as received:
         try:
-            info = run(args)
+            info = run(args, received)
         except BaseException as error:
             # an error after a signal comes of it, whatever has become of the exception on its way
             if received or isinstance(error, KeyboardInterrupt):
