@@ -6,6 +6,7 @@ Results are checked before any figure is printed. Exit code 1 if a figure that m
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import os
@@ -55,7 +56,8 @@ def write_log(path: Path, events: int) -> dict[str, float]:
         np.concatenate([getattr(b, name) for b in parts])[:events] for name in ("user", "item", "timestamp")
     )
     order = np.argsort(when, kind="stable")
-    table = pa.table({"user": user[order], "item": item[order], "time": when[order]})
+    action = np.random.default_rng(0).integers(0, 5, len(user), dtype=np.int8)
+    table = pa.table({"user": user[order], "item": item[order], "time": when[order], "action": action})
     pq.write_table(table, path, row_group_size=2**20)
     return {"events": len(user), "generated_per_second": made / seconds}
 
@@ -80,7 +82,7 @@ def pandas_case(log: str, output: str) -> dict[str, float]:
     harness.forget_peak()
     start = time.perf_counter()
     Path(output).mkdir()
-    events = pd.read_parquet(log)
+    events = pd.read_parquet(log, columns=["user", "item", "time"])
     if events.isna().any(axis=None) or (events["time"] < 0).any():
         raise ValueError("bad rows")
     items = events["item"].value_counts().rename("count").rename_axis("item_id").reset_index()
@@ -105,12 +107,25 @@ def pandas_case(log: str, output: str) -> dict[str, float]:
     return {"events": len(events), "seconds": seconds, "per_second": len(events) / seconds, "peak_mib": peak}
 
 
-def read_case(path: str, workers: int = 0) -> dict[str, float]:
-    """Training batches of one epoch, in one process."""
+def prepare_wide(log: str, output: str) -> dict[str, float]:
+    """Prepare a log with a side feature and target weights."""
+    target = "CASE action WHEN 0 THEN 0 ELSE 1 END"
+    source = sources.events(log, "user", "item", "time", "s", ["action"], target)
+    return {"events": prepare(source, output, PrepareOptions(memory_limit=MEMORY_LIMIT)).events}
+
+
+def read_case(path: str, kind: str) -> dict[str, float]:
+    """Training batches of one epoch, in one process; "small cache": of a tenth of the set, all its features."""
     dataset = Dataset.open(path)
-    maker = BatchMaker(Reader(dataset), LeaveOneOut(), Items(np.arange(dataset.info.items + 1) > 0, 0.01))
+    plan = Plan(max_length=10_000, cut="windows", batch_tokens=65_536)
+    reader = Reader(dataset)
+    if kind == "small cache":
+        reader = Reader(dataset, [side.name for side in dataset.info.sides])
+        reader.cache_bytes = int(reader.block_bytes().sum()) // 10
+        plan = dataclasses.replace(plan, shuffle_blocks=1)
+    maker = BatchMaker(reader, LeaveOneOut(), Items(np.arange(dataset.info.items + 1) > 0, 0.01))
     start = time.perf_counter()
-    loader = Loader(maker, Plan(max_length=10_000, cut="windows", batch_tokens=65_536), workers=workers)
+    loader = Loader(maker, plan)
     planned = time.perf_counter()
     events = sum(batch.events for batch in loader.epoch(Position()))
     seconds = time.perf_counter() - planned
@@ -154,19 +169,25 @@ def run(events: int, place: Path) -> dict[str, Any]:
     check(small, str(place / "small"), str(place / "pandas"))
     for name, results in runs.items():
         case(name, min(results, key=lambda result: float(result["seconds"])))
-    case("read", harness.in_child(child, "--read", str(place / "set"), "0"))
+    harness.in_child(child, "--prepare-wide", large, str(place / "wide"))
+    case("read", harness.in_child(child, "--read", str(place / "set"), "plain"))
+    case("read_small_cache", harness.in_child(child, "--read", str(place / "wide"), "small cache"))
     return found
 
 
 def report(found: dict[str, Any]) -> str:
     """The section of RESULTS.md."""
-    ours, pandas, read = found["prepare"], found["pandas"], found["read"]
+    ours, pandas, read, small = (found[name] for name in ("prepare", "pandas", "read", "read_small_cache"))
     rows = [
         [f"`prepare events`, memory limit {MEMORY_LIMIT}", f"{ours['events']:,}", f"{ours['seconds']:.1f}"],
         ["pandas: the same with its groupby, in memory", f"{pandas['events']:,}", f"{pandas['seconds']:.1f}"],
         ["reader: one epoch of training batches, one process", f"{read['events']:,}", f"{read['seconds']:.1f}"],
+        [
+            "the same with a side feature, target weights and a cache of a tenth of the set",
+            *(f"{small['events']:,}", f"{small['seconds']:.1f}"),
+        ],
     ]
-    for row, case in zip(rows, (ours, pandas, read), strict=True):
+    for row, case in zip(rows, (ours, pandas, read, small), strict=True):
         row.append(f"{case['per_second'] / 1e6:.2f}")
         row.append(f"{case['peak_mib']:,.0f}" if "peak_mib" in case else "")
     return "\n\n".join(
@@ -184,16 +205,18 @@ def main() -> int:
     """Check, measure, write down."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=20_000_000, help="fewer: nothing is written down")
-    for name in ("prepare", "pandas", "read"):
+    for name in ("prepare", "prepare-wide", "pandas", "read"):
         parser.add_argument(f"--{name}", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.prepare or args.pandas or args.read:
+    if args.prepare or args.prepare_wide or args.pandas or args.read:
         if args.prepare:
             result = prepare_case(*args.prepare)
+        elif args.prepare_wide:
+            result = prepare_wide(*args.prepare_wide)
         elif args.pandas:
             result = pandas_case(*args.pandas)
         else:
-            result = read_case(args.read[0], int(args.read[1]))
+            result = read_case(*args.read)
         print(json.dumps(result))
         return 0
     with tempfile.TemporaryDirectory(prefix="bench-data-") as place:
@@ -209,6 +232,7 @@ def main() -> int:
             ),
             Aim("peak memory of prepare, GB", found["prepare"]["peak_mib"] * 2**20 / 1e9, 3, at_most=True),
             Aim("reader, million events/s", found["read"]["per_second"] / 1e6, 2),
+            Aim("reader with a small cache, million events/s", found["read_small_cache"]["per_second"] / 1e6, 2),
         ]
     )
 
