@@ -7,8 +7,9 @@ positions is enough: it keeps the order, its workers carry no state, and to resu
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.data.errors import DataError
@@ -91,21 +92,15 @@ class Loader:
         return iter(self._data_loader(start, end_epoch, convert))
 
     def batches(self, start: Position, end_epoch: int) -> Iterator[EventBatch]:
-<<<<<<< HEAD
         """The micro-batches from a position to the beginning of an epoch."""
         for micro_batches in self.converted(start, end_epoch, _unchanged):
             yield from micro_batches
 
     def _data_loader(self, start: Position, end_epoch: int, convert: Convert[Converted]) -> "DataLoader[Converted]":
-        return DataLoader(
-            _Steps(self, convert),
-=======
-        """The micro-batches from a position to the beginning of an epoch; workers stay for the whole way."""
         if self.workers:
             self.maker.reader.forget()  # the workers have what memory there is
-        loader = DataLoader(
-            _Steps(self),
->>>>>>> data-finish
+        return DataLoader(
+            _Steps(self, convert),
             batch_size=None,
             generator=torch.Generator(),  # or it would draw from the one that dropout uses
             sampler=_Positions(self, start, end_epoch),
