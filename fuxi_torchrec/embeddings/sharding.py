@@ -249,7 +249,9 @@ def like_weight(weight: Any, local: Tensor | None) -> Any:
     if not isinstance(weight, ShardedTensor):
         return local
     parts = weight.local_shards()
-    shards = [Shard(local, parts[0].metadata)] if local is not None and parts else []
+    # several columns' parts on one process are one parameter, one below the other
+    pieces = () if local is None else local.split([part.metadata.shard_sizes[0] for part in parts])
+    shards = [Shard(piece, part.metadata) for piece, part in zip(pieces, parts, strict=True)]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, sharded_tensor_metadata=weight.metadata(), process_group=weight._process_group
     )

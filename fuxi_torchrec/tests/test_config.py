@@ -17,7 +17,8 @@ def test_the_keys_are_frozen():
         "activation_checkpointing retention_chunk positional_chunk temporal_chunk",
         "tables": "init_std sharding sides",
         "loss": "negatives num_negatives metric temperature weighting",
-        "optimizer": "kind lr table_lr betas eps weight_decay clip_norm warmup_steps decay decay_steps final_lr",
+        "optimizer": "kind lr table_lr scalar_lr betas eps weight_decay clip_norm warmup_steps "
+        "decay decay_steps final_lr",
         "train": "epochs max_steps precision pipeline",
         "validation": "every_epochs users metric patience filter_seen",
         "checkpoint": "every_steps keep_last",

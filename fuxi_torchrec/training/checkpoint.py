@@ -33,6 +33,7 @@ FORMAT = 1
 INFO = "checkpoint.json"
 LATEST, BEST = "latest", "best"
 _PARTIAL = ".partial-"
+_DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
 
 
 class CheckpointError(RuntimeError):
@@ -189,8 +190,8 @@ class Checkpoints:
             return path if (path / INFO).exists() else None
         pointer = self.directory / which
         if pointer.exists():
-            path = self.directory / pointer.read_text().strip()
-            if (path / INFO).exists():
+            path = self.directory / (pointer.read_text().strip() or "none")
+            if path.is_dir():  # complete when it was named: if it no longer is, it is damaged
                 return path
         complete = self.all()
         return complete[-1] if which == LATEST and complete else None
@@ -254,6 +255,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _read_info(path: Path) -> Info:
     where = path / INFO
+    if not where.exists():
+        raise CheckpointError(f"{where} is missing: {_DAMAGED}")
     try:
         plain = json.loads(where.read_text())
         if plain["format"] != FORMAT:
@@ -262,19 +265,18 @@ def _read_info(path: Path) -> Info:
         plain["progress"], plain["identity"] = Progress(**plain["progress"]), Identity(**plain["identity"])
         plain["files"] = {name: tuple(value) for name, value in plain["files"].items()}
         return Info(**plain)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}; {_DAMAGED}") from None
 
 
 def _check_file(path: Path, name: str, size: int, crc: int) -> None:
     file = path / name
-    hint = "the checkpoint is damaged: remove its directory to continue from an earlier one"
     if not file.exists():
-        raise CheckpointError(f"{file} is missing: {hint}")
+        raise CheckpointError(f"{file} is missing: {_DAMAGED}")
     if file.stat().st_size != size:
-        raise CheckpointError(f"{file} has {file.stat().st_size} bytes where {size} were written: {hint}")
+        raise CheckpointError(f"{file} has {file.stat().st_size} bytes where {size} were written: {_DAMAGED}")
     if _crc(file) != crc:
-        raise CheckpointError(f"{file} has another checksum than when it was written: {hint}")
+        raise CheckpointError(f"{file} has another checksum than when it was written: {_DAMAGED}")
 
 
 def _crc(path: Path) -> int:

@@ -99,7 +99,7 @@ class Catalogue:
         own = torch.nonzero(column >= 0).squeeze(1)
         scores = torch.zeros(len(targets))
         for users in own.split(_TARGETS):
-            filled = F.pad(users, (0, -len(users) % _LEAST), value=int(users[0]))
+            filled = F.pad(users, (0, -len(users) % _LEAST))
             rows, vectors = (x[i.to(x.device)] for x, i in ((self.rows_ND, column[filled]), (vectors_BD, filled)))
             scores[users] = torch.mm(rows, vectors.t().contiguous()).diagonal()[: len(users)].cpu()
         dist.all_reduce(scores)

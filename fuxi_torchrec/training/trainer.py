@@ -31,7 +31,7 @@ from fuxi_torchrec.embeddings.sharding import check_shardable, describe, initial
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint import LATEST, Checkpoints, Identity, Progress, write_atomically
-from fuxi_torchrec.training.feed import Feed, MicroBatch, Step, StepMaker
+from fuxi_torchrec.training.feed import Feed, Step, StepMaker
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
 from fuxi_torchrec.training.progress import ProgressLine
@@ -139,7 +139,7 @@ class Trainer:
         with failing_together("opening the run directory"):
             if world.rank == 0:
                 directory.lock()
-                directory.settle_config(config)
+                directory.check_config(config)
         self.config = config
         with failing_together("opening the dataset"):
             check_device(config, world)
@@ -153,14 +153,17 @@ class Trainer:
                 config.batch.max_tokens_per_rank,
                 config.data.workers,
             )
-        with failing_together("writing the known items"):
-            if world.rank == 0 and not directory.has_items():
-                directory.write_items(Vocabulary.of(self.data.dataset), self.data.items)
         self.model, self.plan = self._build()
         self.optimizer = StepOptimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
         self.identity = self.data.identity(config)
         self.progress = self._restore(init_from)
+        self._validated_at = -1
+        with failing_together("writing down the run"):  # nothing was refused
+            if world.rank == 0:
+                directory.write_config(config)
+                if not directory.has_items():
+                    directory.write_items(Vocabulary.of(self.data.dataset), self.data.items)
         self.lengths = self.data.maker.train_lengths()
 
     def _build(self) -> tuple[ShardedModel, Any]:
@@ -181,17 +184,21 @@ class Trainer:
         if latest is None:
             if init_from is not None:
                 self._start_from(init_from)
+            self._forget_metrics_after(0)
             return Progress(total_steps=planned)
         info = self.checkpoints.read_info(latest)
         with failing_together("comparing the checkpoint with the run"):
             self.identity.check(info.identity, latest)
         self.checkpoints.load(latest, self.model, self.optimizer)
         self.optimizer.set_steps(info.progress.step)
-        with failing_together("cutting the metrics at the checkpoint"):
-            if self.world.rank == 0:
-                self.directory.forget_metrics_after(info.progress.step)
+        self._forget_metrics_after(info.progress.step)
         logger.info("resumed from %s, saved by %d processes", latest.name, info.world_size)
         return info.progress
+
+    def _forget_metrics_after(self, step: int) -> None:
+        with failing_together("cutting the metrics at the checkpoint"):
+            if self.world.rank == 0:
+                self.directory.forget_metrics_after(step)
 
     def _start_from(self, other: Path) -> None:
         """Another run's weights over this run's vocabulary, which may have more items."""
@@ -279,7 +286,10 @@ class Trainer:
             every = config.checkpoint.every_steps
             if not saved and every is not None and self.progress.step % every == 0:
                 self.save()
-        if self.progress.step and self._newest_step() != self.progress.step:
+        if self._validates() and self._validated_at != self.progress.step:
+            with _detached(pipeline):
+                self._validate(watch)
+        if self._newest_step() != self.progress.step:
             self.save()
         watch.close()
         return self._summary(time.monotonic() - began, events)
@@ -308,6 +318,7 @@ class Trainer:
     def _one_step(self, pipeline: Any, feed: Feed) -> tuple[float, int, Position] | None:
         """Train all micro-batches of a step; its global loss, this process's events, and the position after it."""
         summed, events = 0.0, 0
+        users: list[int] = []
         self.optimizer.share = learning_rate_share(self.config.optimizer, self.progress.step, self.progress.total_steps)
         # dropout follows from the step alone, so that a resumed run repeats it
         key = [self.config.seed, self.progress.step, self.world.rank]
@@ -320,19 +331,19 @@ class Trainer:
             about = feed.waiting.popleft()
             summed += float(output) * about.scale
             events += about.events
+            users += about.users.tolist()
             if about.last:
                 break
         totals = torch.tensor([summed / self.world.size, float(events)], dtype=torch.float64)
         dist.all_reduce(totals)
         loss, all_events = totals.tolist()
         if not math.isfinite(loss):
-            self._stop_on_nan(loss, summed, about)
+            self._stop_on_nan(loss, summed, users)
         return loss, int(all_events), about.end
 
-    def _stop_on_nan(self, loss: float, own: float, about: MicroBatch) -> None:
+    def _stop_on_nan(self, loss: float, own: float, users: list[int]) -> None:
         path = self.directory.path / f"failed-step-{self.progress.step + 1}-rank-{self.world.rank}.json"
-        rows = about.users.tolist()
-        write_atomically(path, json.dumps({"own_loss": str(own), "user_rows": rows}) + "\n")
+        write_atomically(path, json.dumps({"own_loss": str(own), "user_rows": users}) + "\n")
         last = self.checkpoints.find(LATEST)
         raise TrainingError(
             f"the loss of step {self.progress.step + 1} is {loss}: training stops. The rows of the batch's users are "
@@ -354,19 +365,22 @@ class Trainer:
 
     # --- validation --------------------------------------------------------------------------------------------------
 
+    def _validates(self) -> bool:
+        data = self.config.data
+        nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
+        return self.config.validation.every_epochs is not None and not nothing_held_out
+
     def _validation_due(self) -> bool:
-        every = self.config.validation.every_epochs
-        if every is None or self.config.data.fit_on_valid:
+        if not self._validates():
             return False
-        if self.config.data.split == "by_time" and self.config.data.valid_from is None:
-            return False
-        period = max(1, round(every * self.loader.steps(0)))
+        period = max(1, round((self.config.validation.every_epochs or 1) * self.loader.steps(0)))
         return self.progress.step % period == 0
 
     def _validate(self, watch: "_Watch") -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
         metrics = self.validate()
+        self._validated_at = self.progress.step
         value = metrics[wanted.metric]
         best = self.progress.best_metric is None or value > self.progress.best_metric
         if best:

@@ -77,7 +77,7 @@ def event_rows(model: ShardedModel, batch: EventBatch, tables: Tables) -> tuple[
     )
     (ready,) = agree([given], tables.needs_equal_bags)
     ready = ready.to(model.device)
-    sides = None if module.sides is None else module.sides(ready.sides).values()
+    sides = None if module.sides is None else module.sides(ready.sides).to_dict()
     return module.head.event_rows(module.items(ready.items).values(), sides, ready), ready
 
 
