@@ -1,8 +1,8 @@
 """What a Recommender was told since its export: a file to which every event is added before it is acknowledged.
 
-The file is a line of JSON about itself, then records: length and crc32 (uint32 each, little-endian) of the JSON that
-follows, either ``{"events": [[user, item, time], ...]}`` or ``{"forget": [user, ...]}``. A record that was being written
-when the machine stopped is at the end, was never acknowledged, and is cut off.
+The file is a line of JSON about itself, then records: length, its complement and crc32 (uint32 each, little-endian) of
+the JSON that follows, either ``{"events": [[user, item, time], ...]}`` or ``{"forget": [user, ...]}``. A record that
+was being written when the machine stopped is at the end, was never acknowledged, and is cut off.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ logger = get_logger(__name__)
 
 VERSION = 1
 LOG_FILE, LOCK_FILE = "events.log", "lock"
-_HEAD = struct.Struct("<II")
+_HEAD = struct.Struct("<III")
+_BITS = 2**32 - 1
 
 Record = dict[str, list[Any]]
 
@@ -52,28 +53,26 @@ def read_log(directory: Path) -> LogContent:
     if version != VERSION:
         raise ExportError(f"{path}: log of version {version}, this software reads {VERSION}")
     at, records = line_end + 1, list[Record]()
-    while at < len(data):
-        if len(data) - at < _HEAD.size:
+    while len(data) - at >= _HEAD.size:
+        length, complement, crc = _HEAD.unpack_from(data, at)
+        sound = length ^ complement == _BITS
+        end = at + _HEAD.size + length if sound else at
+        payload = data[at + _HEAD.size : end]
+        if not sound or len(payload) < length or zlib.crc32(payload) != crc:
+            if data[end:].strip(b"\0"):  # a file that grew before its pages were written ends in zeros
+                raise ExportError(
+                    f"{path}: the record at byte {at} of {len(data)} is damaged, and there is more after it: restore "
+                    f"the file, or cut it there (truncate -s {at}) and give up what follows"
+                )
             break
-        length, crc = _HEAD.unpack_from(data, at)
-        payload = data[at + _HEAD.size : at + _HEAD.size + length]
-        if len(payload) < length:
-            break
-        if zlib.crc32(payload) != crc:
-            if at + _HEAD.size + length == len(data):
-                break
-            raise ExportError(
-                f"{path}: the record at byte {at} of {len(data)} is damaged, and there are more after it: restore the "
-                f"file, or cut it there (truncate -s {at}) and give up what follows"
-            )
         records.append(json.loads(payload))
-        at += _HEAD.size + length
+        at = end
     return LogContent(about, records, at, len(data))
 
 
 def _packed(record: Record) -> bytes:
     payload = json.dumps(record, separators=(",", ":")).encode()
-    return _HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+    return _HEAD.pack(len(payload), len(payload) ^ _BITS, zlib.crc32(payload)) + payload
 
 
 class AppendLog:

@@ -141,7 +141,7 @@ def _approximate_index(bundle: Bundle) -> Any:
         raise ExportError(f"{bundle.path / INDEX}: not a readable FAISS index: {error}") from None
     if index.ntotal != bundle.manifest.items or index.d != bundle.manifest.dimension:
         raise ExportError(f"{bundle.path / INDEX}: {index.ntotal} vectors of width {index.d}: not of this export")
-    inner = faiss.downcast_index(index)
+    inner: Any = faiss.downcast_index(index)
     while hasattr(inner, "id_map"):
         inner = faiss.downcast_index(inner.index)
     return None if isinstance(inner, faiss.IndexFlat) else index

@@ -60,7 +60,11 @@ class DemoExport:
     seed: int = 0
     model: dict[str, Any] = field(
         default_factory=lambda: {
-            **{"dim": 16, "num_layers": 2, "num_heads": 2, "max_positions": 64, "kernel_dim": 8},
+            "dim": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "max_positions": 64,
+            "kernel_dim": 8,
             "temporal_periods": (3600, DAY, 7 * DAY, 365 * DAY),
         }
     )
@@ -126,9 +130,7 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         Bundle(directory, manifest), raw_ids("user", 0, len(histories), demo.user_id_type), histories, demo
     )
     files = {
-        str(path.relative_to(directory)): describe_file(path)
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
+        str(path.relative_to(directory)): describe_file(path) for path in sorted(directory.rglob("*")) if path.is_file()
     }
     finished = Manifest(**{**vars(manifest), "states": states, "files": files})
     write_manifest(directory, finished)
@@ -162,7 +164,7 @@ def encode_part(bundle: Bundle, model: UserModel, number: int, users: Users, par
     with StateFile.create(
         bundle.path / part_name(STATES, number, "bin"), manifest.model_id, manifest.state_bytes - 8
     ) as file:
-        users.state_row[kept] = file.append(state.select(kept).to_bytes())
+        users.state_row[kept] = file.append(state.select(torch.from_numpy(kept)).to_bytes())
     write_users(bundle.path / part_name(USERS, number), users)
     write_histories(bundle.path / part_name(HISTORIES, number), users.ids, part)
     return len(kept)

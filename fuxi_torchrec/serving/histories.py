@@ -23,7 +23,9 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
         [5, 6, 8, 9, 10]
     """
     ends = lengths.cumsum()
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
+    total = int(ends[-1]) if len(ends) else 0
+    first: Ints = np.repeat(starts - (ends - lengths), lengths)
+    return first + np.arange(total, dtype=np.int64)
 
 
 def bounds_of(lengths: Ints) -> Ints:
@@ -120,19 +122,19 @@ class Histories:
         kept = bounds_of(keep.astype(np.int64))[self.offsets]
         return self._take(np.flatnonzero(keep), np.diff(kept))
 
-    def stack(self, other: "Histories") -> "Histories":
-        """These users, then the others."""
-        sides = {name: stack((column, other.sides[name])) for name, column in self.sides.items()}
+    @staticmethod
+    def stack(histories: Sequence["Histories"]) -> "Histories":
+        """Users of several, one after another; at least one is needed."""
         return Histories(
-            np.concatenate((self.offsets, other.offsets[1:] + self.offsets[-1])),
-            np.concatenate((self.items, other.items)),
-            np.concatenate((self.times, other.times)),
-            sides,
+            bounds_of(np.concatenate([each.lengths for each in histories])),
+            np.concatenate([each.items for each in histories]),
+            np.concatenate([each.times for each in histories]),
+            {name: stack([each.sides[name] for each in histories]) for name in histories[0].sides},
         )
 
     def join(self, later: "Histories") -> "Histories":
         """The same users with more events each."""
-        both, users = self.stack(later), np.arange(len(self))
+        both, users = Histories.stack((self, later)), np.arange(len(self))
         order = np.stack((users, users + len(self)), axis=1).reshape(-1)
         mixed = both.select(order)
         return Histories(mixed.offsets[::2], mixed.items, mixed.times, mixed.sides)

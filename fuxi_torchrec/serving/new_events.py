@@ -98,16 +98,11 @@ def read_events(
 
 def _digest(table: pa.Table) -> str:
     """Of the events, whatever files they are in."""
-    digest = hashlib.sha256()
-    for name in table.column_names:
-        digest.update(name.encode())
-        for value in pc.cast(table[name], pa.string()) if not _is_list(table[name].type) else table[name]:
-            digest.update(str(value).encode() + b"\0")
-    return digest.hexdigest()
-
-
-def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+    plain = table.combine_chunks().take(pa.array(np.arange(len(table))))  # buffers that hold nothing else
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, plain.schema) as writer:
+        writer.write_table(plain)
+    return hashlib.sha256(sink.getvalue()).hexdigest()
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
@@ -125,8 +120,13 @@ def _load(path: str, columns: LogColumns, manifest: Manifest) -> pa.Table:
         try:
             reader = _reader(files, kinds.pop(), columns, manifest)
             types = {row[0]: row[1] for row in connection.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()}
+            for name in {columns.user, columns.item, columns.time} & types.keys():
+                # a CSV column without values is text to DuckDB
+                empty = f"SELECT count(*) FROM {reader} WHERE {quote(name)} IS NOT NULL"
+                if types[name] == "VARCHAR" and connection.execute(empty).fetchall() == [(0,)]:
+                    types[name] = "BIGINT"
             query = _query(types, columns, manifest, files[0])
-            found: pa.Table = connection.execute(f"SELECT {query} FROM {reader}").to_arrow_table()
+            found: pa.Table = connection.sql(f"SELECT {query} FROM {reader}").to_arrow_table()
         except duckdb.Error as error:
             raise DataError(f"{path}: {str(error).split(chr(10))[0]}") from None
     return found
@@ -169,12 +169,12 @@ def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, file:
     ):
         if types[name] not in (*_INTEGERS, "VARCHAR") or (kind == "int64" and types[name] == "VARCHAR"):
             raise DataError(f"{file}: column {name} is {types[name]}, the export has {ours} ids of type {kind}")
-        wanted.append(f"CAST({quote(name)} AS {'BIGINT' if kind == 'int64' else 'VARCHAR'}) AS \"{ours}\"")
+        wanted.append(f'CAST({quote(name)} AS {"BIGINT" if kind == "int64" else "VARCHAR"}) AS "{ours}"')
     time, kind = quote(columns.time), types[columns.time]
     if kind in _INTEGERS:
-        wanted.append(f"CAST({time} AS BIGINT) AS \"time\"")
+        wanted.append(f'CAST({time} AS BIGINT) AS "time"')
     elif kind.startswith("TIMESTAMP") or kind == "DATE":
-        wanted.append(f"CAST(floor({_TIMESTAMP[manifest.time_unit]}({time})) AS BIGINT) AS \"time\"")
+        wanted.append(f'CAST(floor({_TIMESTAMP[manifest.time_unit]}({time})) AS BIGINT) AS "time"')
     else:
         raise DataError(
             f"{file}: column {columns.time} is {kind}: times must be integers in the export's unit, "

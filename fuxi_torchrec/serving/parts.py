@@ -1,5 +1,6 @@
 """Parts of an export's users/ and histories/: read, changed, written."""
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -53,9 +54,7 @@ class Users:
 
     def stack(self, other: "Users") -> "Users":
         """These, then the others."""
-        numbers = {
-            name: np.concatenate((getattr(self, name), getattr(other, name))) for name in (EMBEDDING, *NUMBERS)
-        }
+        numbers = {name: np.concatenate((getattr(self, name), getattr(other, name))) for name in (EMBEDDING, *NUMBERS)}
         return replace(self, ids=pa.concat_arrays([self.ids, other.ids]), **numbers)
 
     @staticmethod
@@ -110,7 +109,7 @@ def write_histories(path: Path, users: pa.Array, histories: Histories) -> None:
     columns = histories.to_arrow()
     table = pa.table({USER: users, **{name: _plain_lists(column) for name, column in columns.items()}})
     with pq.ParquetWriter(path, table.schema) as writer:
-        for begin, end in zip(firsts, firsts[1:], strict=False):
+        for begin, end in itertools.pairwise(firsts):
             writer.write_table(table.slice(begin, end - begin), row_group_size=max(1, end - begin))
         if len(firsts) == 1:
             writer.write_table(table)
