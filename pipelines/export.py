@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         "--exact-items", type=int, default=200_000, metavar="N", help="catalogues of more items get an HNSW index"
     )
     found.add_argument("--quantize", choices=["int8"], help="write an int8 index too")
+    found.add_argument("--no-programs", action="store_true", help="write no portable programs")
     return found
 
 
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 not options.no_index,
                 options.exact_items,
                 options.quantize,
+                not options.no_programs,
             )
         run = load(options.run_dir, world, options.checkpoint, options.data, options.allow_other_data)
         manifest = export(run, options.output, wanted)

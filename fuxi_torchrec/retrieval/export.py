@@ -90,6 +90,7 @@ class ExportOptions:
         index: write a FAISS index.
         exact_items: larger catalogues get an approximate index.
         quantize: an int8 index beside the other.
+        programs: write portable programs.
         recall_users: whose searches are compared with exact search.
     """
 
@@ -99,6 +100,7 @@ class ExportOptions:
     index: bool = True
     exact_items: int = indices.EXACT_ITEMS
     quantize: Literal["int8"] | None = None
+    programs: bool = True
     recall_users: int = 500
 
     def __post_init__(self) -> None:
@@ -205,7 +207,8 @@ class _Exporter:
         items = self._items()
         users, states = self._users(model_id)
         index = self._index(items)
-        self._programs()
+        if self.options.programs:
+            self._programs()
         files = self._files()
         info, config = self.run.dataset.info, self.run.config
         manifest = Manifest(
