@@ -122,6 +122,11 @@ def choose_as_of(run: Loaded, options: ExportOptions) -> int:
     if options.as_of is None:
         return info.last_time
     as_of = check_time(parse_time(options.as_of, info.time_unit), info.last_time, info.time_unit, "--as-of")
+    if as_of < info.first_time:
+        raise ExportError(
+            f"--as-of {as_of} ({show_time(as_of, info.time_unit)}) is before the data's first event, {info.first_time} "
+            f"({show_time(info.first_time, info.time_unit)}): times are in {info.time_unit}"
+        )
     if as_of < info.last_time and not options.truncate:
         raise ExportError(
             f"--as-of {as_of} ({show_time(as_of, info.time_unit)}) is before the data's last event, {info.last_time} "
