@@ -226,7 +226,7 @@ def test_an_output_that_exists_is_never_touched(workers, trained, tmp_path):
 @pytest.mark.parametrize(
     ("as_of", "words"),
     [
-        ("1600000001", ["before the data's last event", "--truncate"]),
+        ("1600000101", ["before the data's last event", "--truncate"]),
         ("2020-09-13T12:30", ["before the data's last event"]),
         ("1600009999000", ["looks like milliseconds"]),
         ("1600009", ["before the data's first event", "times are in s"]),

@@ -1,5 +1,6 @@
 """FAISS indices over exported items, and how much of exact search they find."""
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,15 @@ def build_int8(paths: Sequence[Path], items: int, dim: int) -> Any:
 
 
 def _filled(index: Any, paths: Sequence[Path]) -> Any:
-    for vectors, table in read_vectors(paths):
-        index.add_with_ids(vectors, table["index"].to_numpy().astype(np.int64))
+    import faiss
+
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(len(os.sched_getaffinity(0)))  # the other processes are waiting
+    try:
+        for vectors, table in read_vectors(paths):
+            index.add_with_ids(vectors, table["index"].to_numpy().astype(np.int64))
+    finally:
+        faiss.omp_set_num_threads(threads)
     return index
 
 
