@@ -141,6 +141,7 @@ def scored(run_dir: Path) -> dict[str, float]:
     import torch.distributed as dist
 
     from fuxi_torchrec.embeddings.sharding import local_parts
+    from fuxi_torchrec.retrieval import loading  # noqa: F401  # before anything is measured
     from fuxi_torchrec.training.ranking import Catalogue, Queries
 
     before = harness.resident_bytes()
