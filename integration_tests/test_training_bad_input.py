@@ -395,6 +395,12 @@ def test_a_learning_rate_beyond_reason_is_no_number_soon(workers, data, tmp_path
     assert list(tmp_path.glob("failed-step-*-rank-0.json")) and list(tmp_path.glob("failed-step-*-rank-1.json"))
 
 
+def test_metrics_of_a_run_that_died_before_its_first_checkpoint_are_cut(workers, data, tmp_path, expected):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n{"step": 2, "loss": 98.0}\n{"step": 3, "lo')
+    assert resumes(workers, tmp_path, data, expected)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
 # --- real processes --------------------------------------------------------------------------------------------------
 
 
