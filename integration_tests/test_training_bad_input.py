@@ -367,7 +367,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(workers, data, tmp_path, expecte
 def test_a_loss_that_is_no_number_stops_training_and_names_the_users(workers, run, data, expected, parts):
     before = snapshot(run)
     settings = changed(f"data.path={data}", "train.max_steps=6", f"batch.max_tokens_per_rank={parts}")
-    words = ("the loss of step 5 is nan", "failed-step-5-rank-*.json", "step-000000004 is the last good checkpoint")
+    words = ("the loss of step 5 is nan", "failed-step-5-rank-*.json", "step-000000004 is the last checkpoint")
     refused(workers, run, settings, "TrainingError", *words, both=True, prepare=poison)
     reports = [json.loads((run / f"failed-step-5-rank-{rank}.json").read_text()) for rank in range(2)]
     assert [report["own_loss"] for report in reports] == ["nan", reports[1]["own_loss"]]

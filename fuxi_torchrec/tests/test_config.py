@@ -21,7 +21,7 @@ def test_the_keys_are_frozen():
         "decay decay_steps final_lr",
         "train": "epochs max_steps precision pipeline",
         "validation": "every_epochs users metric patience filter_seen",
-        "checkpoint": "every_steps keep_last",
+        "checkpoint": "every_steps keep_last background",
         "distributed": "device timeout_seconds",
         "logging": "level every_steps tensorboard",
     }
