@@ -199,6 +199,7 @@ class CheckpointConfig:
 
     every_steps: int | None = _operational(500, "also at the end of training; null: only then")
     keep_last: int = _operational(2, "older ones are removed, the best one stays")
+    background: bool = _operational(True, "copy, go on training, and write meanwhile")
 
     def __post_init__(self) -> None:
         _check_least(self, every_steps=1, keep_last=1)

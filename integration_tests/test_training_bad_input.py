@@ -367,7 +367,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(workers, data, tmp_path, expecte
 def test_a_loss_that_is_no_number_stops_training_and_names_the_users(workers, run, data, expected, parts):
     before = snapshot(run)
     settings = changed(f"data.path={data}", "train.max_steps=6", f"batch.max_tokens_per_rank={parts}")
-    words = ("the loss of step 5 is nan", "failed-step-5-rank-*.json", "step-000000004 is the last good checkpoint")
+    words = ("the loss of step 5 is nan", "failed-step-5-rank-*.json", "step-000000004 is the last checkpoint")
     refused(workers, run, settings, "TrainingError", *words, both=True, prepare=poison)
     reports = [json.loads((run / f"failed-step-5-rank-{rank}.json").read_text()) for rank in range(2)]
     assert [report["own_loss"] for report in reports] == ["nan", reports[1]["own_loss"]]
@@ -393,6 +393,12 @@ def test_a_learning_rate_beyond_reason_is_no_number_soon(workers, data, tmp_path
     settings = changed(f"data.path={data}", "train.max_steps=20", "optimizer.lr=1e30")
     refused(workers, tmp_path, settings, "TrainingError", "is nan", "optimizer.lr", "optimizer.clip_norm", both=True)
     assert list(tmp_path.glob("failed-step-*-rank-0.json")) and list(tmp_path.glob("failed-step-*-rank-1.json"))
+
+
+def test_metrics_of_a_run_that_died_before_its_first_checkpoint_are_cut(workers, data, tmp_path, expected):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n{"step": 2, "loss": 98.0}\n{"step": 3, "lo')
+    assert resumes(workers, tmp_path, data, expected)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
 
 
 # --- real processes --------------------------------------------------------------------------------------------------

@@ -65,8 +65,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     synthetic.add_argument("--users", type=int, required=True)
     synthetic.add_argument("--seed", type=int, default=0)
     synthetic.add_argument("--items", type=int, default=2000)
+    synthetic.add_argument("--median-length", type=float, default=60.0, help="median events of a history")
+    synthetic.add_argument("--length-sigma", type=float, default=1.95, help="deviation of the lengths' logarithm")
     synthetic.add_argument("--oracle", action="store_true", help="also print the best HR@10 any model can reach")
     return parser.parse_args(arguments)
+
+
+def synthetic_config(args: argparse.Namespace) -> SyntheticConfig:
+    """What the command line asks of the generator."""
+    return SyntheticConfig(
+        args.users, args.seed, args.items, median_length=args.median_length, length_sigma=args.length_sigma
+    )
 
 
 def make_source(args: argparse.Namespace, scratch: str) -> Source:
@@ -110,7 +119,7 @@ def run(args: argparse.Namespace, stopped: Sequence[signal.Signals] = ()) -> Dat
             bar.update(task, description=what, completed=done, total=total or None)
 
         if args.source == "synthetic":
-            config = SyntheticConfig(users=args.users, seed=args.seed, items=args.items)
+            config = synthetic_config(args)
             return prepare_synthetic(config, args.output, report)
         options = PrepareOptions(args.memory_limit, args.threads, args.on_bad_rows, args.extend)
         with tempfile.TemporaryDirectory(prefix="unpacked-") as scratch:
@@ -161,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if info.skipped_rows:
         print(f"rows left out: {json.dumps(info.skipped_rows)}")
     if args.source == "synthetic" and args.oracle:
-        best = oracle_hit_rate(SyntheticConfig(users=args.users, seed=args.seed, items=args.items))
+        best = oracle_hit_rate(synthetic_config(args))
         print(f"best achievable HR@10: {best:.4f}")
     return 0
 

@@ -257,6 +257,16 @@ def like_weight(weight: Any, local: Tensor | None) -> Any:
     )
 
 
+def copied(value: Any) -> Any:
+    """A copy in host memory, divided among processes as the value is."""
+    if not isinstance(value, ShardedTensor):
+        return value.detach().to("cpu", copy=True)
+    local = [Shard(part.tensor.detach().to("cpu", copy=True), part.metadata) for part in value.local_shards()]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, sharded_tensor_metadata=value.metadata(), process_group=value._process_group
+    )
+
+
 def clipped(value: Any, rows: int) -> Any:
     """The first rows of a table or of its averages, divided among processes as they are; aliases the value."""
     if not isinstance(value, ShardedTensor):

@@ -23,6 +23,7 @@ from fuxi_torchrec.training.checkpoint import write_atomically
 logger = get_logger(__name__)
 
 CONFIG, ITEMS, PLAN, METRICS, SUMMARY = "config.yaml", "items.parquet", "plan.json", "metrics.jsonl", "summary.json"
+PREEMPTED = "preempted"  # the job was asked to leave before its end, and saved
 
 
 class RunError(RuntimeError):
@@ -125,6 +126,10 @@ class RunDirectory:
     def write_config(self, config: Config) -> None:
         """Write down what the run runs with; from then on it is this run's."""
         write_atomically(self.path / CONFIG, strict_yaml.dump(config))
+
+    def clear_preempted(self) -> None:
+        """The job is back."""
+        (self.path / PREEMPTED).unlink(missing_ok=True)
 
     # --- known items -------------------------------------------------------------------------------------------------
 

@@ -260,7 +260,8 @@ def test_a_cache_smaller_than_the_blocks_that_are_mixed_is_named_with_what_to_se
 def test_workers_share_the_cache(dataset, monkeypatch):
     own = make_loader(dataset, Plan(max_length=9, batch_users=4), workers=3)
     before = own.maker.reader.cache_bytes
-    monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(dataset=loading._Steps(own), num_workers=3))
+    steps = loading._Steps(own, loading._unchanged)
+    monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(dataset=steps, num_workers=3))
     loading._share_cache(0)
     assert own.maker.reader.cache_bytes == before // 3
 
