@@ -407,6 +407,10 @@ class Recommender:
         """States of users, every event so far included."""
         return self._states(self._snapshots(list(user_ids)))
 
+    def side_rows(self, name: str) -> int:
+        """How many values a side feature has."""
+        return len(self._model.sides[name])
+
     def info(self) -> dict[str, Any]:
         """Version and size of what is served."""
         m = self.manifest

@@ -14,7 +14,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from starlette.exceptions import HTTPException
 
 from fuxi_torchrec import __version__
@@ -22,7 +22,7 @@ from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving import recommender as serving
 from fuxi_torchrec.serving.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.bundle import ExportError
-from fuxi_torchrec.serving.times import NAMES, now
+from fuxi_torchrec.serving.times import NAMES, bounds, check_time, now
 
 logger = get_logger(__name__)
 
@@ -62,15 +62,30 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
 
-Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-Time = Annotated[int, Field(ge=0, le=2**63 - 1)]
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 5.0 is an integer, as 5 is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+# almost 2^63: the description writes bounds as floats, and this one is the same number to everybody who reads it
+_MOST = 2**63 // 128_000 * 128_000
+Int64 = Annotated[int, Field(ge=-_MOST, le=_MOST), BeforeValidator(_whole)]
 Text = Annotated[str, Field(min_length=1, max_length=256)]
-Sides = dict[str, int | list[int]]
+
+
+def _sides(recommender: serving.Recommender) -> type[BaseModel]:
+    """Side features of an event, by name."""
+    fields: dict[str, Any] = {}
+    for side in recommender.manifest.sides:
+        value = Annotated[int, Field(ge=0, le=recommender.side_rows(side.name) - 1), BeforeValidator(_whole)]
+        fields[side.name] = (list[value], []) if side.multiple else (value, 0)
+    return create_model("Sides", __base__=_Strict, **fields)
 
 
 def _problems(*codes: int) -> dict[int | str, dict[str, Any]]:
     said = {
-        400: "The body is no JSON, or a time or an id cannot be meant",
+        400: "The body cannot be read",
         401: "The bearer token is missing or wrong",
         405: "Another method",
         413: "The body is too large",
@@ -157,35 +172,46 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
     if TYPE_CHECKING:
         UserId: TypeAlias = int | str
         ItemId: TypeAlias = int | str
+        Time: TypeAlias = int
+        Sides: TypeAlias = BaseModel
     else:  # what the export has
         ids = {"int64": Int64, "string": Text}
         UserId, ItemId = ids[manifest.user_id_type], ids[manifest.item_id_type]
+        first, last = bounds(manifest.as_of, manifest.time_unit)
+        Time = Annotated[
+            Whole,
+            AfterValidator(lambda value: check_time(value, manifest.as_of, manifest.time_unit)),
+            Field(json_schema_extra={"minimum": first, "maximum": last}),
+        ]
+        Sides = _sides(recommender)
 
     class Recommend(_Strict):
         """Ask for a user."""
 
         user_id: UserId = Field(description="raw id; an unknown user is served as new")
         time: Time | None = Field(None, description=f"in {unit} since 1970; the server's clock by default")
-        k: int = Field(10, ge=1, le=allowed.k, description="how many items")
+        k: Whole = Field(10, ge=1, le=allowed.k, description="how many items")
         exclude_seen: bool = Field(False, description="leave out the items of the user's history")
+
+    class PastEvent(_Strict):
+        """One event of a history."""
+
+        item_id: ItemId
+        timestamp: Time = Field(description=f"in {unit} since 1970")
+        sides: Sides | None = Field(None, description="dense indices of side features")
 
     class RecommendHistory(_Strict):
         """Ask for a history that is not stored."""
 
-        items: list[ItemId] = Field(max_length=allowed.events)
-        timestamps: list[Time] = Field(max_length=allowed.events, description=f"rising, in {unit} since 1970")
-        sides: list[Sides] | None = Field(None, max_length=allowed.events, description="side features of each event")
+        events: list[PastEvent] = Field(max_length=allowed.events, description="sorted by time if they are not")
         time: Time | None = Field(None, description=f"in {unit} since 1970; the server's clock by default")
-        k: int = Field(10, ge=1, le=allowed.k)
+        k: Whole = Field(10, ge=1, le=allowed.k)
         exclude_seen: bool = False
 
-    class NewEvent(_Strict):
-        """One event."""
+    class NewEvent(PastEvent):
+        """One event of a user."""
 
         user_id: UserId
-        item_id: ItemId
-        timestamp: Time = Field(description=f"in {unit} since 1970")
-        sides: Sides | None = Field(None, description="dense indices of side features")
 
     class Append(_Strict):
         """Tell what happened."""
@@ -241,6 +267,9 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
         recommender.close()
         logger.info("everything acknowledged is on disk; stopped")
 
+    def plain(sides: BaseModel | None) -> dict[str, Any] | None:
+        return sides.model_dump(exclude_unset=True) if sides is not None else None
+
     bearer = HTTPBearer(auto_error=False)
 
     async def check_token(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
@@ -267,14 +296,21 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
     @app.post("/recommend-history", response_model=Recommendations, **posts)
     async def recommend_history(body: RecommendHistory) -> Response:
         when = body.time if body.time is not None else now(manifest.time_unit)
+        events = sorted(body.events, key=lambda event: event.timestamp)
         answer = await asyncio.to_thread(
-            recommender.recommend_history, body.items, body.timestamps, when, body.k, body.exclude_seen, body.sides
+            recommender.recommend_history,
+            [event.item_id for event in events],
+            [event.timestamp for event in events],
+            when,
+            body.k,
+            body.exclude_seen,
+            [plain(event.sides) or {} for event in events],
         )
         return JSONResponse(answer.to_dict())
 
     @app.post("/append", **posts)
     async def append(body: Append) -> Appended:
-        events = [serving.Event(e.user_id, e.item_id, e.timestamp, e.sides) for e in body.events]
+        events = [serving.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides)) for e in body.events]
         recommender.check_events(events)
         done = await asyncio.wrap_future(telling.submit(events))
         metrics.events.labels("accepted").inc(done.accepted)

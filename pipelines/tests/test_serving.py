@@ -62,7 +62,7 @@ def test_recommend_refuses_with_one_line(export, capsys, arguments, message):
 
 def test_refresh_says_what_it_did(export, tmp_path, capsys):
     as_of = Bundle.open(export).manifest.as_of
-    (tmp_path / "new.csv").write_text(f"who,what,when\n1,1001,{as_of + 1}\n50,3,{as_of + 2}\n2,1001,5\n")
+    (tmp_path / "new.csv").write_text(f"who,what,when\n1,1001,{as_of + 1}\n50,3,{as_of + 2}\n2,1001,1600000000\n")
     (tmp_path / "gone.txt").write_text("4\n\n77\n")
     arguments = ["--export", str(export), "--events", str(tmp_path / "new.csv"), "--output", str(tmp_path / "y")]
     arguments += ["--user-column", "who", "--item-column", "what", "--time-column", "when"]
