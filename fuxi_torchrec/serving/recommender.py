@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,7 +50,7 @@ class Answer:
         known: whether there is anything about the user; an unknown one is served as new.
         events: that the answer rests on, from the user's anchor.
         unknown_items: events of an anonymous history whose items the model does not know.
-        before_last_event: the time asked for lies before the user's last event and counts as that event's.
+        before_last_event: the time asked for lies before the user's last event: no time has passed since.
         model_id, export_as_of: of the export that answers.
     """
 
@@ -67,11 +67,9 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: ``user``, ``as_of``, ``items`` with ``item_id`` and ``score``, and the rest."""
-        plain = asdict(self)
-        plain["user"] = plain.pop("user_id")
-        scores = plain.pop("scores")
-        plain["items"] = [{"item_id": i, "score": s} for i, s in zip(plain.pop("items"), scores, strict=True)]
-        return {name: plain.pop(name) for name in ("user", "as_of", "items")} | plain
+        rest = {name: value for name, value in vars(self).items() if name not in ("user_id", "items", "scores")}
+        items = [{"item_id": item, "score": score} for item, score in zip(self.items, self.scores, strict=True)]
+        return {"user": self.user_id, "as_of": self.as_of, "items": items} | rest
 
 
 @dataclass(frozen=True)
@@ -315,7 +313,7 @@ class Recommender:
                 Answer(
                     user_id=request.user_id,
                     as_of=request.time,
-                    items=[self._catalogue.ids[place].as_py() for place in found.tolist()],
+                    items=self._catalogue.ids.take(found).to_pylist(),
                     scores=values,
                     known=known[n],
                     events=counts[n],
@@ -408,6 +406,10 @@ class Recommender:
     def states(self, user_ids: Sequence[UserId]) -> EncoderState:
         """States of users, every event so far included."""
         return self._states(self._snapshots(list(user_ids)))
+
+    def side_rows(self, name: str) -> int:
+        """How many values a side feature has."""
+        return len(self._model.sides[name])
 
     def info(self) -> dict[str, Any]:
         """Version and size of what is served."""
