@@ -267,12 +267,10 @@ class _Exporter:
         dist.barrier()
         with failing_together("writing the tables"), path.open("r+b") as file:
             for part in self._own_rows():
-                for rows in part.tensor.detach().split(_ITEM_ROWS):
-                    first = part.first_row + (
-                        rows.storage_offset() - part.tensor.storage_offset()
-                    ) // part.tensor.stride(0)
-                    file.seek(begins[part.table] + first * part.tensor.shape[1] * 4)
-                    file.write(rows.float().cpu().contiguous().numpy().data)
+                count, dim = part.tensor.shape
+                file.seek(begins[part.table] + part.first_row * dim * 4)
+                for begin in range(0, count, _ITEM_ROWS):
+                    file.write(part.tensor[begin : begin + _ITEM_ROWS].detach().float().cpu().contiguous().numpy().data)
             file.flush()
             os.fsync(file.fileno())
         dist.barrier()
@@ -352,7 +350,8 @@ class _Exporter:
             with failing_together("writing users"):
                 if step < len(own):
                     part = part or _Part(self, number + own[step], model_id)
-                    vectors = scaled(run.encoder.query(state, torch.full((len(batch),), self.as_of)), self.metric)
+                    asked = torch.full((len(batch),), self.as_of, device=run.model.device)
+                    vectors = scaled(run.encoder.query(state, asked), self.metric)
                     if not vectors.isfinite().all():
                         raise ExportError(f"{run.checkpoint}: the encoder's outputs are not finite")
                     part.add(batch, before, vectors.cpu().numpy(), state)
