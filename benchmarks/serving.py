@@ -35,7 +35,10 @@ from fuxi_torchrec.serving.refresh import refresh as run_refresh
 from fuxi_torchrec.serving.states import StateFile
 
 MODEL = {
-    "dim": 128, "num_layers": 4, "num_heads": 4, "max_positions": 16_384,
+    "dim": 128,
+    "num_layers": 4,
+    "num_heads": 4,
+    "max_positions": 16_384,
     "temporal_periods": (3600, 14400, 86400, 604800, 2592000, 7776000, 31536000, 126144000),
 }
 ITEMS = 100_000
