@@ -6,13 +6,16 @@ VARIANT ?= cpu
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor lint types unit check integration test format wheel clean
+.PHONY: help demo setup doctor lint types unit check integration test format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 setup:  ## make .venv with the verified stack (VARIANT=cpu|cuda, PYTHON=...)
 	@"$(PYTHON)" setup_env.py $(VARIANT)
+
+demo: setup  ## the whole way once, on made-up data; DATA=path/to/ml-1m for MovieLens-1M
+	python -m pipelines.demo $(if $(DATA),--data "$(DATA)")
 
 doctor: setup  ## check versions, FBGEMM, a sharded table on two processes, the machine
 	python -m fuxi_torchrec.doctor

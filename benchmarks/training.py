@@ -184,9 +184,9 @@ def timed_steps(run_dir: Path, settings: list[str], steps: int) -> dict[str, flo
             clock.switch("rest")
             clock.parts.clear()
             events = 0
-        _, step_events, position = trainer._one_step(pipeline, timed)
-        events += step_events
-        trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1, position=position)
+        done = trainer._one_step(pipeline, timed)
+        events += done.events
+        trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1, position=done.position)
         clock.switch("rest")
     return {**{part: clock.parts[part] / steps for part in PARTS}, "events": events / steps}
 
@@ -310,7 +310,7 @@ def speed(run_dir: Path, settings: list[str], steps: int) -> float:
     for number in range(steps + 3):
         if number == 3:
             events, began = 0, time.perf_counter()
-        events += trainer._one_step(pipeline, feed)[1]
+        events += trainer._one_step(pipeline, feed).events
     trainer.directory.unlock()
     return events / (time.perf_counter() - began)
 

@@ -131,6 +131,9 @@ class OptimizerConfig:
     )
     lr: float = _key(1e-3, "learning rate")
     table_lr: float | None = _key(None, "learning rate of the tables; lr if null")
+    scalar_lr: float | None = _key(
+        None, "learning rate of decays and channel weights, numbers that must travel far; lr if null"
+    )
     betas: tuple[float, float] = _key((0.9, 0.98), "AdamW's averages")
     eps: float = _key(1e-8, "AdamW's and Adagrad's")
     weight_decay: float = _key(0.0, "decoupled, on the encoder's matrices; never on tables")
@@ -141,7 +144,7 @@ class OptimizerConfig:
     final_lr: float = _key(0.0, "share of the learning rate left at the end of the decay")
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "clip_norm", "table_lr"):
+        for name in ("lr", "eps", "clip_norm", "table_lr", "scalar_lr"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name} must be positive, not {value}")
@@ -196,6 +199,7 @@ class CheckpointConfig:
 
     every_steps: int | None = _operational(500, "also at the end of training; null: only then")
     keep_last: int = _operational(2, "older ones are removed, the best one stays")
+    background: bool = _operational(True, "copy, go on training, and write meanwhile")
 
     def __post_init__(self) -> None:
         _check_least(self, every_steps=1, keep_last=1)

@@ -91,7 +91,7 @@ def _place() -> tuple[int, int, int]:
 
 
 @contextmanager
-def failing_together(what: str) -> Iterator[None]:
+def failing_together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a local step that may fail on one rank only, and raise on every rank if it failed on any.
 
     The body must not contain a collective. The rank that failed raises its own error; all others raise a
@@ -99,6 +99,7 @@ def failing_together(what: str) -> Iterator[None]:
 
     Args:
         what: what the step does, for the message ("reading the config").
+        group: of all processes, if not the default one: a thread beside others needs its own.
     """
     error: Exception | None = None
     try:
@@ -111,7 +112,7 @@ def failing_together(what: str) -> Iterator[None]:
         return
     mine = "".join(traceback.format_exception_only(error)).strip() if error is not None else None
     reports: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, mine)
+    dist.all_gather_object(reports, mine, group)
     if error is not None:
         raise error
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}

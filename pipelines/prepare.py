@@ -4,10 +4,14 @@ python -m pipelines.prepare SOURCE --input PATH --output DIR [...]
 """
 
 import argparse
+import contextlib
 import json
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -19,6 +23,8 @@ from fuxi_torchrec.data.prepare import PrepareOptions, as_utc, prepare, prepare_
 from fuxi_torchrec.data.sources import Source
 from fuxi_torchrec.data.synthetic import SyntheticConfig, oracle_hit_rate
 from fuxi_torchrec.logging import setup_logging
+
+CLEARING_SECONDS = 5.0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -59,8 +65,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     synthetic.add_argument("--users", type=int, required=True)
     synthetic.add_argument("--seed", type=int, default=0)
     synthetic.add_argument("--items", type=int, default=2000)
+    synthetic.add_argument("--median-length", type=float, default=60.0, help="median events of a history")
+    synthetic.add_argument("--length-sigma", type=float, default=1.95, help="deviation of the lengths' logarithm")
     synthetic.add_argument("--oracle", action="store_true", help="also print the best HR@10 any model can reach")
     return parser.parse_args(arguments)
+
+
+def synthetic_config(args: argparse.Namespace) -> SyntheticConfig:
+    """What the command line asks of the generator."""
+    return SyntheticConfig(
+        args.users, args.seed, args.items, median_length=args.median_length, length_sigma=args.length_sigma
+    )
 
 
 def make_source(args: argparse.Namespace, scratch: str) -> Source:
@@ -87,8 +102,8 @@ def make_source(args: argparse.Namespace, scratch: str) -> Source:
     )
 
 
-def run(args: argparse.Namespace) -> DatasetInfo:
-    """Prepare, with a progress bar on a terminal."""
+def run(args: argparse.Namespace, stopped: Sequence[signal.Signals] = ()) -> DatasetInfo:
+    """Prepare, with a progress bar on a terminal, until something is in ``stopped``."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -99,34 +114,63 @@ def run(args: argparse.Namespace) -> DatasetInfo:
         task = bar.add_task("starting", total=None)
 
         def report(what: str, done: int, total: int) -> None:
+            if stopped:  # what the handler raised was lost, in a destructor for example
+                raise KeyboardInterrupt
             bar.update(task, description=what, completed=done, total=total or None)
 
         if args.source == "synthetic":
-            config = SyntheticConfig(users=args.users, seed=args.seed, items=args.items)
+            config = synthetic_config(args)
             return prepare_synthetic(config, args.output, report)
         options = PrepareOptions(args.memory_limit, args.threads, args.on_bad_rows, args.extend)
         with tempfile.TemporaryDirectory(prefix="unpacked-") as scratch:
             return prepare(make_source(args, scratch), args.output, options, report)
 
 
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[list[signal.Signals]]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt; the list says which came."""
+    received: list[signal.Signals] = []
+    last = -CLEARING_SECONDS
+
+    def stop(number: int, _: object) -> None:
+        nonlocal last
+        received.append(signal.Signals(number))
+        before, last = last, time.monotonic()
+        if last - before >= CLEARING_SECONDS:  # one soon after another does not disturb the clearing up
+            raise KeyboardInterrupt
+
+    here = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM) if here}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare and say what came of it."""
     args = parse(arguments)
     setup_logging()
-    try:
-        info = run(args)
-    except (DataError, ValueError, OSError) as error:
-        print(f"prepare: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("prepare: interrupted; nothing was written", file=sys.stderr)
-        return 130
+    with stopped_by_signals() as received:
+        try:
+            info = run(args, received)
+        except BaseException as error:
+            # an error after a signal comes of it, whatever has become of the exception on its way
+            if received or isinstance(error, KeyboardInterrupt):
+                number = received[0] if received else signal.SIGINT
+                print(f"prepare: stopped by {number.name}; nothing was written", file=sys.stderr)
+                return 128 + number
+            if isinstance(error, DataError | ValueError | OSError):
+                print(f"prepare: {error}", file=sys.stderr)
+                return 1
+            raise
     span = f"{as_utc(info.first_time, info.time_unit)} to {as_utc(info.last_time, info.time_unit)}"
     print(f"{args.output}: {info.users:,} users, {info.items:,} items, {info.events:,} events, {span}")
     if info.skipped_rows:
         print(f"rows left out: {json.dumps(info.skipped_rows)}")
     if args.source == "synthetic" and args.oracle:
-        best = oracle_hit_rate(SyntheticConfig(users=args.users, seed=args.seed, items=args.items))
+        best = oracle_hit_rate(synthetic_config(args))
         print(f"best achievable HR@10: {best:.4f}")
     return 0
 

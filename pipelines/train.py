@@ -20,7 +20,7 @@ from fuxi_torchrec.logging import get_logger, setup_logging
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(prog="python -m pipelines.train", description=__doc__.splitlines()[0])
-    found.add_argument("--config", help="YAML file of the experiment; without one, the defaults or the run's own")
+    found.add_argument("--config", help="YAML file of the experiment; by default the run's own, if it exists")
     found.add_argument("--run-dir", required=True, help="directory of the run; an existing run is resumed")
     found.add_argument("--init-from", type=Path, metavar="RUN", help="start a new run from another run's weights")
     found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that come before the config's")
@@ -31,18 +31,23 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, on as many processes as torchrun has started."""
     options = parser().parse_args(arguments)
-    config = load_config(options.config, options.overrides)  # the same file and words on every process
+    own = Path(options.run_dir) / "config.yaml"
+    file = options.config or (own if own.exists() else None)
+    config = load_config(file, options.overrides)  # the same file and words on every process
     setup_logging(config.logging.level)
     logger = get_logger(__name__)
     device = None if config.distributed.device == "auto" else config.distributed.device
     with process_group(config.distributed.timeout_seconds, device) as world:
+        from fuxi_torchrec.training.interruption import StopRequest
         from fuxi_torchrec.training.run_directory import RunDirectory
         from fuxi_torchrec.training.trainer import Trainer
 
-        trainer = Trainer(config, RunDirectory(options.run_dir), world, options.init_from)
-        summary = trainer.train()
+        with StopRequest().listening() as stop:
+            trainer = Trainer(config, RunDirectory(options.run_dir), world, options.init_from, stop)
+            summary = trainer.train()
         logger.info(
-            "done: %d steps in %.1f s, %s events/s%s; %s",
+            "%s: %d steps in %.1f s, %s events/s%s; %s",
+            "stopped as asked" if summary["preempted"] else "done",
             summary["step"],
             summary["seconds"],
             f"{summary['events_per_second']:,}",

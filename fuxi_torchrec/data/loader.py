@@ -7,12 +7,16 @@ positions is enough: it keeps the order, its workers carry no state, and to resu
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.schedule import Plan, Position, Schedule, streams_of_rank
+from fuxi_torchrec.logging import get_logger
+
+logger = get_logger(__name__)
 
 Converted = TypeVar("Converted")
 # what becomes of a step's micro-batches, in the process that reads them
@@ -47,6 +51,34 @@ class Loader:
             raise DataError(
                 f"{maker.reader.dataset.path}: nothing to train on: no user has two events in the training split"
             )
+        self._check_cache()
+
+    def cache_bytes(self) -> int:
+        """What each reading process should keep of blocks, so that none is read in one step and again in the next.
+
+        That is the blocks whose users are mixed at one time in this process's streams, and a quarter more: when a
+        stream goes on to its next blocks, those it has done with are not the first to be dropped.
+        """
+        sizes = self.maker.reader.block_bytes()
+        total = 0
+        for stream in streams_of_rank(self.rank, self.world_size, self.schedule.plan.num_streams):
+            blocks = np.unique(self.schedule.block[self.schedule.all_of(0, stream)])
+            total += int(np.sort(sizes[blocks])[::-1][: self.schedule.plan.shuffle_blocks].sum())
+        return min(total * 5 // 4, int(sizes.sum()))
+
+    def _check_cache(self) -> None:
+        """Warn if blocks are going to be read again and again."""
+        each, given, readers = self.cache_bytes(), self.maker.reader.cache_bytes, max(1, self.workers)
+        if each * readers <= given:
+            return
+        blocks = self.schedule.plan.shuffle_blocks
+        logger.warning(
+            "%s: each of %d reading processes needs %.1f MiB for the blocks that are mixed at one time, and they share "
+            "%.1f MiB: blocks will be read again in almost every step. Set shuffle_blocks to %d (it is %d), take fewer "
+            "workers, or give the reader cache_bytes=%d",
+            *(self.maker.reader.dataset.path, readers, each / 2**20, given / 2**20),
+            *(max(1, blocks * given // (each * readers)), blocks, each * readers),
+        )
 
     def steps(self, epoch: int) -> int:
         """Steps of an epoch, the same on every process."""
@@ -65,6 +97,8 @@ class Loader:
             yield from micro_batches
 
     def _data_loader(self, start: Position, end_epoch: int, convert: Convert[Converted]) -> "DataLoader[Converted]":
+        if self.workers:
+            self.maker.reader.forget()  # the workers have what memory there is
         return DataLoader(
             _Steps(self, convert),
             batch_size=None,
@@ -73,6 +107,7 @@ class Loader:
             num_workers=self.workers,
             prefetch_factor=4 if self.workers else None,
             multiprocessing_context="spawn" if self.workers else None,
+            worker_init_fn=_share_cache,
         )
 
     def epoch(self, start: Position) -> Iterator[EventBatch]:
@@ -98,6 +133,13 @@ class Loader:
             own = streams_of_rank(rank, self.world_size, plan.num_streams)
             loads.append(sum(int(sequences.cost[self.schedule.all_of(epoch, stream)].sum()) for stream in own))
         return max(loads) * self.world_size / max(1, sum(loads))
+
+
+def _share_cache(_: int) -> None:
+    """In a worker: its share of the memory for blocks."""
+    info = get_worker_info()
+    assert info is not None and isinstance(info.dataset, _Steps)
+    info.dataset.loader.maker.reader.cache_bytes //= info.num_workers
 
 
 class _Positions(Sampler[Position]):

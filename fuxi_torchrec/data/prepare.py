@@ -1,28 +1,25 @@
-"""Event logs to a dataset: DuckDB checks, filters and sorts, out of core; list rows are cut from its Arrow stream."""
+"""Event logs to a dataset: DuckDB reads, checks, filters and counts, buckets sort; all of it out of core."""
 
-import contextlib
 import dataclasses
 import datetime
 import os
-import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
+from fuxi_torchrec.data.database import Database
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import exists, resolve
-from fuxi_torchrec.data.sources import FILE, ROW, ROWS_PER_FILE, Source, literal, quote
+from fuxi_torchrec.data.filesystem import exists, is_local, resolve
+from fuxi_torchrec.data.sources import FILE, ROW, Source, literal, quote
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
-from fuxi_torchrec.data.writer import DatasetWriter, whole_users
+from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -31,7 +28,7 @@ Progress = Callable[[str, int, int], None]  # what is done, events so far, event
 _PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
 _TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
 _INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
-_BATCH = 2**17
+_BATCH = 2**17  # events between DuckDB and the buckets at once
 
 
 @dataclass(frozen=True)
@@ -58,44 +55,21 @@ def prepare(
     """Read a source, write a dataset."""
     options = options or PrepareOptions()
     description = {**source.description, "files": [os.path.basename(name) for name in source.files]}
-    with DatasetWriter(output, source.time_unit, description) as writer, _connect(output, options) as connection:
-        return _Preparation(connection, source, options, writer, progress or (lambda *_: None)).run()
-
-
-@contextlib.contextmanager
-def _connect(output: str | Path, options: PrepareOptions) -> Iterator[Any]:
-    """A DuckDB on disk, in a directory that goes away with it."""
-    near = options.scratch or (str(Path(output).absolute().parent) if "://" not in str(output) else None)
-    place = tempfile.mkdtemp(prefix="prepare-", dir=near)
-    settings = {"memory_limit": options.memory_limit, "threads": options.threads, "temp_directory": place}
-    try:
-        connection = duckdb.connect(os.path.join(place, "events.duckdb"), config=settings)
-    except duckdb.Error as error:
-        shutil.rmtree(place, ignore_errors=True)
-        raise DataError(f"DuckDB cannot start with {settings}: {error}") from None
-    try:
-        yield connection
-    except duckdb.Error as error:
-        raise DataError(_without_hints(str(error))) from None
-    finally:
-        connection.close()
-        shutil.rmtree(place, ignore_errors=True)
-
-
-def _without_hints(message: str) -> str:
-    """DuckDB's message without its advice on reading options, but with the file it speaks of."""
-    first = message.split("\n\n")[0].strip()
-    file = re.search(r"file ?= ?(\S+)", message)
-    return f"{file[1]}: {first}" if file is not None and file[1] not in first else first
+    near = options.scratch or (str(Path(output).absolute().parent) if is_local(output) else None)
+    with (
+        DatasetWriter(output, source.time_unit, description) as writer,
+        Database(near, options.memory_limit, options.threads) as database,
+    ):
+        return _Preparation(database, source, options, writer, progress or (lambda *_: None)).run()
 
 
 class _Preparation:
     """One run: the steps in order, on one connection."""
 
     def __init__(
-        self, connection: Any, source: Source, options: PrepareOptions, writer: DatasetWriter, progress: Progress
+        self, database: Database, source: Source, options: PrepareOptions, writer: DatasetWriter, progress: Progress
     ) -> None:
-        self.connection, self.source, self.options, self.writer = connection, source, options, writer
+        self.database, self.source, self.options, self.writer = database, source, options, writer
         self.progress = progress
 
     def run(self) -> DatasetInfo:
@@ -108,28 +82,19 @@ class _Preparation:
         total = self._count()
         items = self._item_vocabulary()
         vocabularies = self._side_vocabularies()
+        buckets = self._fill_buckets(vocabularies, total)
+        ids = _in_parts(self.database.batches("SELECT user_id FROM users ORDER BY number", _BATCH))
+        next(ids)
         done = 0
-        for table in whole_users(self._sorted_events(vocabularies)):
-            self.writer.write(table)
-            done += table.num_rows
+        for users in buckets.sorted():
+            self.writer.write_users(ids.send(len(users.lengths)), users.lengths, users.events)
+            done += users.events.num_rows
             self.progress("sorting and writing", done, total)
         return self.writer.finish(items, skipped, frozenset(vocabularies))
 
-    def _sql(self, query: str) -> Any:
-        return self.connection.execute(query)
-
-    def _row(self, query: str) -> tuple[Any, ...]:
-        """The only row of a result, which is read to its end: the connection is free again."""
-        (row,) = self._sql(query).fetchall()
-        found: tuple[Any, ...] = row
-        return found
-
-    def _value(self, query: str) -> Any:
-        return self._row(query)[0]
-
     def _check_columns(self) -> str:
         """The log has the columns, and a time that can be used; its SQL expression."""
-        found = {row[0]: row[1] for row in self._sql(f"DESCRIBE SELECT * FROM {self.source.reader}").fetchall()}
+        found = {row[0]: row[1] for row in self.database.rows(f"DESCRIBE SELECT * FROM {self.source.reader}")}
         self.has_rows = ROW in found
         for ours in (FILE, ROW):
             found.pop(ours, None)
@@ -153,7 +118,7 @@ class _Preparation:
             return f"CAST({self.source.time} AS BIGINT)"
         if kind.startswith("TIMESTAMP") or kind == "DATE":
             return f"CAST(floor({_TIMESTAMP[self.source.time_unit]}({self.source.time})) AS BIGINT)"
-        example = self._sql(f"SELECT {self.source.time} FROM {self.source.reader} LIMIT 1").fetchall()
+        example = self.database.rows(f"SELECT {self.source.time} FROM {self.source.reader} LIMIT 1")
         if not example:
             raise DataError(f"{self.source.files[0]}: no events")
         raise DataError(
@@ -174,7 +139,7 @@ class _Preparation:
         if not self.has_rows:
             kind, log = "TABLE", f"(SELECT *, row_number() OVER () AS {ROW} FROM {s.reader})"
         wanted = ", ".join([*columns, f"{FILE} AS source_file", f"{ROW} AS n"])
-        self._sql(f"CREATE {kind} log AS SELECT {wanted} FROM {log}{where}")
+        self.database.rows(f"CREATE {kind} log AS SELECT {wanted} FROM {log}{where}")
 
     def _bad(self) -> dict[str, str]:
         """What makes a row bad: reason to SQL condition."""
@@ -194,15 +159,25 @@ class _Preparation:
         """Count bad rows; name the first ones, or leave them out."""
         conditions = self._bad()
         every = " OR ".join(f"({condition})" for condition in conditions.values())
-        bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
-        *numbers, first, last = self._row(f"SELECT {bad}, min(timestamp), max(timestamp) FROM log")
+        # Parquet answers these from its metadata
+        columns = ["user_id", "item_id", "timestamp", *(["target"] if self.source.target else [])]
+        counts = ", ".join(f"count({column})" for column in columns)
+        rows, *numbers, first, last = self.database.row(
+            f"SELECT count(*), {counts}, min(timestamp), max(timestamp) FROM log"
+        )
         self._warn_about_unit(first, last)
-        found = dict(zip(conditions, numbers, strict=True))
-        skipped = {reason: int(count) for reason, count in found.items() if count}
+        self.times = (first, last)
+        skipped = {}
+        if self.source.target or min(numbers) < rows or (first is not None and first < 0):
+            bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
+            found = dict(zip(conditions, self.database.row(f"SELECT {bad} FROM log"), strict=True))
+            skipped = {reason: int(count) for reason, count in found.items() if count}
         if not skipped:
-            self._sql("CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log")
+            self.database.rows("CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log")
             return {}
-        self._sql(f"CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log WHERE NOT coalesce(({every}), true)")
+        self.database.rows(
+            f"CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log WHERE NOT coalesce(({every}), true)"
+        )
         lines = [f"{count:,} rows: {reason}" for reason, count in skipped.items()]
         if self.options.on_bad_rows == "error":
             examples = self._first_bad_rows(every, conditions)
@@ -219,13 +194,13 @@ class _Preparation:
             firsts += f"(SELECT {FILE}, row_number() OVER () AS {ROW} FROM {self.source.reader}) GROUP BY 1"
         else:
             firsts = "SELECT DISTINCT source_file, 0 AS first FROM log"
-        row = f"n % {ROWS_PER_FILE} + 1" if self.has_rows else "n - first + 1"
+        row = f"n % {self.source.rows_per_file} + 1" if self.has_rows else "n - first + 1"
         case = " ".join(f"WHEN {condition} THEN {literal(reason)}" for reason, condition in conditions.items())
-        rows = self._sql(
+        rows = self.database.rows(
             f"SELECT source_file, {row}, CASE {case} END "
             f"FROM (SELECT * FROM log WHERE {every} ORDER BY n LIMIT 3) "
             f"JOIN ({firsts}) USING (source_file) ORDER BY n"
-        ).fetchall()
+        )
         return "First: " + "; ".join(f"{name} row {row}: {reason}" for name, row, reason in rows)
 
     def _filter(self) -> None:
@@ -234,24 +209,24 @@ class _Preparation:
         if users <= 1 and items <= 1:
             return
         self.progress("filtering", 0, 0)
-        self._sql("CREATE TABLE kept AS SELECT * FROM events")
+        self.database.rows("CREATE TABLE kept AS SELECT * FROM events")
         while True:
-            before = self._value("SELECT count(*) FROM kept")
+            before = self.database.value("SELECT count(*) FROM kept")
             for column, least in (("item_id", items), ("user_id", users)):
                 if least > 1:
-                    self._sql(
+                    self.database.rows(
                         f"DELETE FROM kept WHERE {column} IN "
                         f"(SELECT {column} FROM kept GROUP BY {column} HAVING count(*) < {least})"
                     )
-            if not self.source.iterate or self._value("SELECT count(*) FROM kept") == before:
+            if not self.source.iterate or self.database.value("SELECT count(*) FROM kept") == before:
                 break
-        self._sql("DROP VIEW events")
-        self._sql("CREATE VIEW events AS SELECT * FROM kept")
+        self.database.rows("DROP VIEW events")
+        self.database.rows("CREATE VIEW events AS SELECT * FROM kept")
 
     def _count(self) -> int:
         """Events in all; an error if there are none. Each item's are kept for the vocabulary."""
-        self._sql("CREATE TABLE item_counts AS SELECT item_id, count(*) AS count FROM events GROUP BY item_id")
-        total = int(self._value("SELECT coalesce(sum(count), 0) FROM item_counts"))
+        self.database.rows("CREATE TABLE item_counts AS SELECT item_id, count(*) AS count FROM events GROUP BY item_id")
+        total = int(self.database.value("SELECT coalesce(sum(count), 0) FROM item_counts"))
         if not total:
             raise DataError(
                 f"{self.source.files[0]}{' and others' * (len(self.source.files) > 1)}: no events"
@@ -279,7 +254,7 @@ class _Preparation:
         if old is not None:
             self._check_same_type("item_id", old)
         self._vocabulary("items", "item_id", "SELECT item_id, count FROM item_counts", old)
-        table = self.connection.sql("SELECT item_id, index, count FROM items ORDER BY index").to_arrow_table()
+        table = self.database.table("SELECT item_id, index, count FROM items ORDER BY index")
         self.writer.write_table(ITEMS, table)
         return int(table.num_rows)
 
@@ -299,12 +274,13 @@ class _Preparation:
         """Indices 1.. by falling count; with an old vocabulary, its indices first and new values behind them."""
         new = f"CAST(row_number() OVER (ORDER BY count DESC, {column}) AS INTEGER)"
         if old is None:
-            self._sql(f"CREATE TABLE {quote(table)} AS SELECT {column}, {new} AS index, count FROM ({counts})")
+            self.database.rows(f"CREATE TABLE {quote(table)} AS SELECT {column}, {new} AS index, count FROM ({counts})")
             return
         before = quote("old_" + table)
-        self._load("old_" + table, old)
-        top = self._value(f"SELECT coalesce(max(index), 0) FROM {before}")
-        self._sql(
+        filesystem, inside = resolve(old)
+        self.database.load(before, pq.read_table(inside, filesystem=filesystem))
+        top = self.database.value(f"SELECT coalesce(max(index), 0) FROM {before}")
+        self.database.rows(
             f"CREATE TABLE {quote(table)} AS WITH counts AS ({counts}) "
             f"SELECT o.{column}, o.index, coalesce(c.count, 0) AS count "
             f"FROM {before} o LEFT JOIN counts c USING ({column}) UNION ALL "
@@ -312,18 +288,12 @@ class _Preparation:
             f"FROM counts WHERE {column} NOT IN (SELECT {column} FROM {before})"
         )
 
-    def _load(self, name: str, path: str) -> None:
-        filesystem, inside = resolve(path)
-        self.connection.register("loaded", pq.read_table(inside, filesystem=filesystem))
-        self._sql(f"CREATE TABLE {quote(name)} AS SELECT * FROM loaded")
-        self.connection.unregister("loaded")
-
     def _check_same_type(self, column: str, path: str) -> None:
         """Ids of the events and of an old vocabulary are of one kind."""
         filesystem, inside = resolve(path)
         old = pq.read_schema(inside, filesystem=filesystem).field(column).type
         was = "text" if pa.types.is_string(old) or pa.types.is_large_string(old) else "integer"
-        now = "text" if self._value(f"SELECT typeof({column}) FROM events LIMIT 1") == "VARCHAR" else "integer"
+        now = "text" if self.database.value(f"SELECT typeof({column}) FROM events LIMIT 1") == "VARCHAR" else "integer"
         if was != now:
             raise DataError(f"{path} has {column} as {was}, this source as {now}: they must be of one kind")
 
@@ -334,7 +304,7 @@ class _Preparation:
             column, kind = quote("side_" + name), self.types[name]
             if kind in _INTEGERS or (kind.endswith("[]") and kind[:-2] in _INTEGERS):
                 value = f"list_min({column})" if kind.endswith("[]") else column
-                if self._value(f"SELECT count(*) FROM events WHERE {value} < 0"):
+                if self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
                     raise DataError(f"side column {name} has negative values: they must be 0 or more")
                 continue
             if kind != "VARCHAR":
@@ -342,21 +312,29 @@ class _Preparation:
             counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
             self._vocabulary("side_table_" + name, "value", counts, self._previous(f"side-{name}.parquet"))
             query = f"SELECT value, index, count FROM {quote('side_table_' + name)} ORDER BY index"
-            self.writer.write_table(f"side-{name}.parquet", self.connection.sql(query).to_arrow_table())
+            self.writer.write_table(f"side-{name}.parquet", self.database.table(query))
             coded.append(name)
         return coded
 
-    def _sorted_events(self, coded: list[str]) -> Iterator[pa.RecordBatch]:
-        """All events by user, time and the order in which they were read, items and strings as indices."""
-        user = (
-            "user_id"
-            if self._value("SELECT typeof(user_id) FROM events LIMIT 1") == "VARCHAR"
-            else "CAST(user_id AS BIGINT)"
+    def _fill_buckets(self, coded: list[str], total: int) -> BucketSort:
+        """All events with items and strings as indices, in the buckets that will sort them."""
+        kind = self.database.value("SELECT typeof(user_id) FROM events LIMIT 1")
+        user = "user_id" if kind == "VARCHAR" else "CAST(user_id AS BIGINT)"
+        self.database.rows(
+            f"CREATE TABLE users AS SELECT user_id AS id, {user} AS user_id, count, "
+            "CAST(row_number() OVER (ORDER BY user_id) - 1 AS INTEGER) AS number "
+            "FROM (SELECT user_id, count(*) AS count FROM events GROUP BY user_id)"
         )
-        columns = [f"{user} AS {USER}", f"items.index AS {ITEM}", f"timestamp AS {TIME}"]
+        counts = self.database.table("SELECT count FROM users ORDER BY number")
+        rows = len(self.source.files) * self.source.rows_per_file or self.database.value("SELECT max(n) FROM log")
+        first, last = self.times
+        time, first = _narrow("timestamp", first, last)
+        row, _ = _narrow("n", 0, rows)
+        columns = [f"users.number AS {USER_NUMBER}", f"{row} AS {ROW_NUMBER}"]
+        columns += [f"items.index AS {ITEM}", f"{time} AS {TIME}"]
         if self.source.target:
             columns.append(f"target AS {TARGET}")
-        joins = "JOIN items USING (item_id)"
+        joins = "JOIN items USING (item_id) JOIN users ON events.user_id = users.id"
         for name in self.source.sides:
             column, table = quote("side_" + name), quote("side_table_" + name)
             if name in coded:
@@ -367,8 +345,45 @@ class _Preparation:
                 columns.append(f"coalesce({values}, []) AS {quote(name)}")
             else:
                 columns.append(f"CAST(coalesce({column}, 0) AS BIGINT) AS {quote(name)}")
-        query = f"SELECT {', '.join(columns)} FROM events {joins} ORDER BY user_id, timestamp, n"
-        yield from self.connection.sql(query).to_arrow_reader(_BATCH)
+        budget, spill = self.database.budget, os.path.join(self.database.place, "buckets")
+        buckets = BucketSort(
+            counts["count"].to_numpy(), ROW_GROUP_EVENTS, self._bucket_events(total), budget, spill, first
+        )
+        done = 0
+        for batch in self.database.batches(f"SELECT {', '.join(columns)} FROM events {joins}", _BATCH):
+            buckets.add(batch)
+            done += batch.num_rows
+            self.progress("reading", done, total)
+        if done != total:
+            raise DataError(
+                f"{total:,} events were counted and {done:,} were read: the log changed, or its metadata lies"
+            )
+        return buckets
+
+    def _bucket_events(self, total: int) -> int:
+        """How many events are sorted at once: few enough that a bucket is a small part of the memory."""
+        lists = [quote("side_" + name) for name in self.source.sides if self.types[name].endswith("[]")]
+        values = [self.database.value(f"SELECT coalesce(sum(len({column})), 0) FROM events") for column in lists]
+        each = 8 * (4 + len(self.source.sides) + sum(map(int, values)) / total)
+        return max(1, min(BUCKET_EVENTS, int(self.database.budget / 16 / each)))
+
+
+def _narrow(column: str, least: int, most: int) -> tuple[str, int]:
+    """A column in 32 bits if its range allows, as SQL; and what was subtracted for that."""
+    if most - least < 2**32:
+        return f"CAST({column} - {least} AS UINTEGER)", least
+    return column, 0
+
+
+def _in_parts(batches: Iterable[pa.RecordBatch]) -> Generator[pa.Array, int, None]:
+    """The first column of all batches in parts: send a length, get the next part of that length."""
+    held: pa.Array | None = None
+    size = yield pa.array([])
+    for batch in batches:
+        held = batch.column(0) if held is None else pa.concat_arrays([held, batch.column(0)])
+        while len(held) >= size:
+            part, held = held.slice(0, size), held.slice(size)
+            size = yield part
 
 
 def prepare_synthetic(config: SyntheticConfig, output: str | Path, progress: Progress | None = None) -> DatasetInfo:

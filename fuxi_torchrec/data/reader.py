@@ -55,7 +55,7 @@ class Reader:
         dataset: what to read.
         sides: side features wanted; none by default.
         on_bad_rows: ``error``, or ``skip``: bad users count as users without events.
-        cache_bytes: decoded blocks kept.
+        cache_bytes: decoded blocks kept; a loader divides it among its worker processes.
     """
 
     def __init__(
@@ -112,6 +112,24 @@ class Reader:
             parts.append(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64))
         return np.concatenate(parts)
 
+    def block_bytes(self) -> NDArray[np.int64]:
+        """Bytes of each block in memory, from the files' metadata alone."""
+        sizes = []
+        multiple = {side.name for side in self.dataset.info.sides if side.multiple}
+        for number, group in self.groups:
+            metadata = self._file(number).metadata.row_group(group)
+            columns = (metadata.column(n) for n in range(metadata.num_columns))
+            values = {column.path_in_schema.split(".")[0]: column.num_values for column in columns}
+            events = values.get(ITEM, 0)
+            size = 8 * (metadata.num_rows + 1) + 16 * events + 4 * values.get(TARGET, 0)
+            size += sum(8 * (values.get(name, 0) + (events + 1) * (name in multiple)) for name in self.sides)
+            sizes.append(size)
+        return np.asarray(sizes, np.int64)
+
+    def forget(self) -> None:
+        """Keep no block."""
+        self._cache.clear()
+
     def block(self, number: int) -> Block:
         """A block, from memory if it was read lately."""
         if number in self._cache:
@@ -129,6 +147,16 @@ class Reader:
         file, group = self.groups[number]
         ids: list[Any] = self._column(file, group, USER).to_pylist()
         return ids
+
+    def ids_of(self, users: NDArray[np.int64]) -> pa.Array:
+        """Raw ids of some users, by their rows in rising order."""
+        numbers = np.searchsorted(self.first_user, users, side="right") - 1
+        type_ = self._file(0).schema_arrow.field(USER).type if self.groups else pa.int64()
+        parts = [pa.array([], type_)]
+        for number in np.unique(numbers).tolist():
+            rows, (file, group) = users[numbers == number] - self.first_user[number], self.groups[number]
+            parts.append(self._column(file, group, USER).take(pa.array(rows)).cast(type_))
+        return pa.concat_arrays(parts)
 
     def _file(self, number: int) -> Any:
         if number not in self._files:

@@ -89,7 +89,8 @@ def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
     """The streams a process owns: a range, so that it reads neighbouring rows."""
     if world_size > num_streams:
         raise ValueError(
-            f"{world_size} processes need at least as many streams, there are {num_streams}: raise num_streams"
+            f"{world_size} processes need at least as many streams, there are {num_streams}: raise num_streams "
+            "(batch.streams)"
         )
     return range(num_streams * rank // world_size, num_streams * (rank + 1) // world_size)
 

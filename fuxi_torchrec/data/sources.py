@@ -31,6 +31,7 @@ class Source:
         target: SQL expression, the event's weight as a target.
         sides: columns kept as side features.
         min_user_events, min_item_events: iterative k-core.
+        rows_per_file: if the reader numbers the rows: what the numbers of neighbouring files differ by.
     """
 
     files: tuple[str, ...]
@@ -47,6 +48,7 @@ class Source:
     min_item_events: int = 1
     iterate: bool = True
     check_time_type: bool = False
+    rows_per_file: int = 0
     description: dict[str, object] = field(default_factory=dict)
 
 
@@ -65,10 +67,10 @@ def _read(files: Sequence[str], kind: str, options: str = "") -> str:
     return f"{kind}([{names}], filename = {literal(FILE)}{options})"
 
 
-def _parquet(files: Sequence[str]) -> str:
+def _parquet(files: Sequence[str], rows_per_file: int) -> str:
     """Parquet files that number their rows, by file and by place in it: sorting needs no pass to do so."""
     parts = [
-        f"SELECT * EXCLUDE (file_row_number), {n} * {ROWS_PER_FILE} + file_row_number AS {ROW} "
+        f"SELECT * EXCLUDE (file_row_number), {n * rows_per_file} + file_row_number AS {ROW} "
         f"FROM {_read([name], 'read_parquet', ', file_row_number = true')}"
         for n, name in enumerate(files)
     ]
@@ -77,7 +79,6 @@ def _parquet(files: Sequence[str]) -> str:
 
 # columns that a reader adds to the log's own
 FILE, ROW = "__source_file", "__source_row"
-ROWS_PER_FILE = 2**40
 # columns of a dataset that no side feature can be named like
 RESERVED = ("user_id", "item", "timestamp", "target")
 
@@ -96,12 +97,15 @@ def find_files(path: str, endings: Sequence[str]) -> list[str]:
     return sorted(found)
 
 
-def _check_parquet(files: Sequence[str]) -> None:
+def _most_rows(files: Sequence[str]) -> int:
+    """Rows of the longest of Parquet files, all of which can be read."""
+    most = 1
     for name in files:
         try:
-            pq.ParquetFile(name).close()
+            most = max(most, pq.read_metadata(name).num_rows)
         except Exception as error:
             raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
+    return most
 
 
 def events(
@@ -126,10 +130,12 @@ def events(
     kinds = {"parquet" if name.endswith(".parquet") else "csv" for name in files}
     if len(kinds) > 1:
         raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
+    rows_per_file = 0
     if kinds == {"parquet"}:
-        _check_parquet(files)
-        numbered = not any("file_row_number" in pq.read_schema(name).names for name in files)
-        reader = _parquet(files) if numbered else _read(files, "read_parquet", ", union_by_name = true")
+        most = _most_rows(files)
+        reader = _read(files, "read_parquet", ", union_by_name = true")
+        if not any("file_row_number" in pq.read_schema(name).names for name in files):
+            reader, rows_per_file = _parquet(files, most), most
     else:
         for name in files:
             if os.path.getsize(name) == 0:
@@ -150,6 +156,7 @@ def events(
         min_user_events=min_user_events,
         min_item_events=min_item_events,
         check_time_type=True,
+        rows_per_file=rows_per_file,
     )
 
 

@@ -1,4 +1,4 @@
-"""Sorted events to a dataset: list rows cut from a stream of Arrow batches, one row per user.
+"""Sorted events to a dataset: one row of lists per user, in Parquet, cut through Arrow's offsets.
 
 Local datasets are written aside and renamed when complete; ``dataset.json`` comes last everywhere.
 """
@@ -6,7 +6,7 @@ Local datasets are written aside and renamed when complete; ``dataset.json`` com
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -34,39 +34,7 @@ from fuxi_torchrec.data.filesystem import exists, is_local, resolve, write_bytes
 
 ROW_GROUP_EVENTS = 2**16  # small: the reader mixes several row groups of every stream
 FILE_EVENTS = 2**23
-
-
-def whole_users(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Regroup a stream sorted by user into tables of whole users: about ROW_GROUP_EVENTS events, or one user."""
-    held: list[pa.Table] = []
-    held_events = 0
-    for batch in batches:
-        if not batch.num_rows:
-            continue
-        table = pa.Table.from_batches([batch])
-        begin = _last_user_begin(table)
-        if begin == 0 and held and held[-1][USER][-1] == table[USER][0]:
-            # still the user that the held part ends with
-            held.append(table)
-            held_events += table.num_rows
-            continue
-        if held and held[-1][USER][-1] != table[USER][0] and held_events >= ROW_GROUP_EVENTS:
-            yield pa.concat_tables(held).combine_chunks()
-            held, held_events = [], 0
-        if begin and held_events + begin >= ROW_GROUP_EVENTS:
-            yield pa.concat_tables([*held, table.slice(0, begin)]).combine_chunks()
-            held, held_events = [], 0
-            table = table.slice(begin)
-        held.append(table)
-        held_events += table.num_rows
-    if held:
-        yield pa.concat_tables(held).combine_chunks()
-
-
-def _last_user_begin(table: pa.Table) -> int:
-    """The row where the table's last user begins."""
-    changed = np.flatnonzero(_changes(table[USER]))
-    return int(changed[-1]) + 1 if len(changed) else 0
+_AHEAD = 32  # pieces of work, two for each row group
 
 
 def _changes(users: pa.ChunkedArray) -> np.ndarray:
@@ -78,31 +46,28 @@ def _changes(users: pa.ChunkedArray) -> np.ndarray:
     return changed
 
 
-def list_rows(table: pa.Table) -> tuple[pa.Table, np.ndarray]:
-    """Events to one row per user, and the users' lengths."""
-    begins = np.concatenate([[0], np.flatnonzero(_changes(table[USER])) + 1, [table.num_rows]]).astype(np.int32)
-    offsets = pa.array(begins, pa.int32())
-    columns = {USER: table[USER].combine_chunks().take(pa.array(begins[:-1]))}
-    for name in table.column_names:
-        if name != USER:
-            columns[name] = pa.ListArray.from_arrays(offsets, _single(table[name]))
-    return pa.table(columns), np.diff(begins)
+def list_rows(users: pa.Array, lengths: np.ndarray, events: pa.Table | pa.RecordBatch) -> pa.Table:
+    """One row per user, of the events of all, one after another."""
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
+    names = [name for name in events.schema.names if name != USER]
+    lists = {name: pa.ListArray.from_arrays(offsets, _single(events[name])) for name in names}
+    return pa.table({USER: users, **lists})
 
 
-def _encoding(schema: pa.Schema) -> dict[str, Any]:
+def encoding(schema: pa.Schema) -> dict[str, Any]:
     """Differences of neighbours are small in times and indices: fast to write, fast to read, and as small as zstd."""
     columns = {}
     for field in schema:
         path, kind = field.name, field.type
         while pa.types.is_list(kind):
-            path, kind = f"{path}.list.{kind.value_field.name}", kind.value_type
+            path, kind = f"{path}.list.element", kind.value_type
         if pa.types.is_integer(kind):
             columns[path] = "DELTA_BINARY_PACKED"
     return {"compression": "lz4", "use_dictionary": False, "column_encoding": columns}
 
 
-def _single(column: pa.ChunkedArray) -> pa.Array:
-    combined = column.combine_chunks()
+def _single(column: pa.ChunkedArray | pa.Array) -> pa.Array:
+    combined = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     return combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined
 
 
@@ -131,32 +96,40 @@ class DatasetWriter:
         self._open: list[int] = [0, 0]  # users and events of the open file
         self._lengths: list[np.ndarray] = []
         self._times: list[tuple[int, int]] = []
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._digest = hashlib.sha256()
         self._cardinality: dict[str, int] = {}
         self._schema: pa.Schema | None = None
-        self._pool = ThreadPoolExecutor(2)
-        self._working: list[Future[None]] = []
+        # each keeps the order in which it is given work
+        self._writing, self._noting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._working: deque[Future[None]] = deque()
 
     def write(self, events: pa.Table) -> None:
-        """Add whole users: a table of events, sorted by user and time.
+        """Add whole users: a table of events, sorted by user and time."""
+        begins = np.concatenate([[0], np.flatnonzero(_changes(events[USER])) + 1])
+        users = _single(events[USER]).take(pa.array(begins))
+        self.write_users(users, np.diff(begins, append=len(events)), events)
 
-        It is written while the caller makes the next table; an error shows there, or in :meth:`finish`.
+    def write_users(self, users: pa.Array, lengths: np.ndarray, events: pa.Table | pa.RecordBatch) -> None:
+        """Add whole users, as one row group: their ids, the events of each, and the events.
+
+        It is written while the caller makes the next ones; an error shows there, or in :meth:`finish`.
         """
-        rows, lengths = list_rows(events)
-        self._wait()
+        rows = list_rows(users, lengths, events)
         self._lengths.append(lengths)
-        self._working = [self._pool.submit(self._write, rows, len(events)), self._pool.submit(self._note, rows)]
+        self._working.append(self._writing.submit(self._write, rows, events.num_rows))
+        self._working.append(self._noting.submit(self._note, rows))
+        self._wait(_AHEAD)
 
-    def _wait(self) -> None:
-        working, self._working = self._working, []
-        for work in working:
-            work.result()
+    def _wait(self, left: int = 0) -> None:
+        """Until no more than some of the work is left."""
+        while len(self._working) > left:
+            self._working.popleft().result()
 
     def _write(self, rows: pa.Table, events: int) -> None:
         if self._writer is None:
             name = f"part-{len(self._files):05d}.parquet"
             filesystem, inside = resolve(f"{self.place}/{name}")
-            self._writer = pq.ParquetWriter(inside, rows.schema, filesystem=filesystem, **_encoding(rows.schema))
+            self._writer = pq.ParquetWriter(inside, rows.schema, filesystem=filesystem, **encoding(rows.schema))
             self._schema, self._open = rows.schema, [0, 0]
         self._writer.write_table(rows, row_group_size=max(1, len(rows)))
         self._open[0] += len(rows)
@@ -221,7 +194,7 @@ class DatasetWriter:
             length_histogram=histogram(lengths),
             skipped_rows=skipped_rows,
             source=self.source,
-            fingerprint=self._digest.hexdigest(),
+            fingerprint=self._digest.hexdigest()[:32],
         )
         write_bytes(f"{self.place}/{INFO}", info.to_json().encode())
         if self.place != self.output:
@@ -237,7 +210,8 @@ class DatasetWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """After an error nothing is left behind locally; remotely there is no ``dataset.json``."""
-        self._pool.shutdown(wait=True)
+        for pool in (self._writing, self._noting):
+            pool.shutdown(wait=True, cancel_futures=kind is not None)
         try:
             if self._writer is not None:
                 self._writer.close()

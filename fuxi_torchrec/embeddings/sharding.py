@@ -249,9 +249,21 @@ def like_weight(weight: Any, local: Tensor | None) -> Any:
     if not isinstance(weight, ShardedTensor):
         return local
     parts = weight.local_shards()
-    shards = [Shard(local, parts[0].metadata)] if local is not None and parts else []
+    # several columns' parts on one process are one parameter, one below the other
+    pieces = () if local is None else local.split([part.metadata.shard_sizes[0] for part in parts])
+    shards = [Shard(piece, part.metadata) for piece, part in zip(pieces, parts, strict=True)]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards, sharded_tensor_metadata=weight.metadata(), process_group=weight._process_group
+    )
+
+
+def copied(value: Any) -> Any:
+    """A copy in host memory, divided among processes as the value is."""
+    if not isinstance(value, ShardedTensor):
+        return value.detach().to("cpu", copy=True)
+    local = [Shard(part.tensor.detach().to("cpu", copy=True), part.metadata) for part in value.local_shards()]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        local, sharded_tensor_metadata=value.metadata(), process_group=value._process_group
     )
 
 

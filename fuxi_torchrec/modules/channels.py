@@ -142,6 +142,11 @@ class RetentionChannel(Channel):
         return y if self.official else rms_norm(y)
 
 
+def _start_of_decay(half_life: float) -> float:
+    """The raw decay with which a scale forgets half in so many periods: r_k = 2^{−1/(h P_k)}; 2.148724 for h = 1."""
+    return -math.log(math.expm1(math.log(2) / (2 * math.pi * half_life)))
+
+
 class TemporalChannel(Channel):
     """``y_i = α Σ_{j≤i} r_k^{c_{i+1} − c_j} sin|cos(φ_k(t_{i+1}) − φ_k(t_j)) v_j + β v_i``, sin heads then cos heads.
 
@@ -149,8 +154,6 @@ class TemporalChannel(Channel):
         config: the encoder's.
         shared: the channel whose decays to use; its own if None.
     """
-
-    PAPER_START = 2.1487240  # logsigmoid of it is −log(2)/2π: r_k = 2^{−1/P_k}
 
     state_dtype = torch.float64  # in float32, thousands of one-event updates would drift
     decay: Tensor | None
@@ -161,7 +164,7 @@ class TemporalChannel(Channel):
         self.width = config.dim // (2 * self.scales)
         self.columns = config.dim
         self.state_shape = (2 * self.scales, 2, self.width)
-        self.paper = config.preset == "paper"
+        self.paper, self.half_life = config.preset == "paper", config.temporal_half_life
         self.theta = [2 * math.pi / period for period in config.temporal_periods]
         # in a tuple, so that it is not a submodule of this one
         self._shared: tuple[TemporalChannel, ...] = () if shared is None else (shared,)
@@ -177,7 +180,7 @@ class TemporalChannel(Channel):
         """Decays of the preset, α near 0, β at 1."""
         if self.decay is not None:
             if self.paper:
-                nn.init.constant_(self.decay, self.PAPER_START)
+                nn.init.constant_(self.decay, _start_of_decay(self.half_life))
             elif self.decay.requires_grad:
                 nn.init.normal_(self.decay, std=0.02)
             else:

@@ -48,6 +48,9 @@ class FuXiLinearConfig:
     use_temporal: bool = _key(True, "ablation: the temporal channel")
     temporal_phases: bool = _key(True, "ablation: cos and sin of the times; false puts 1/sqrt(2) in their place")
     temporal_mix: bool = _key(True, "scale the temporal output and add its input, both learned")
+    temporal_half_life: float = _key(
+        1.0, "half-life of the temporal scales at the start, in their periods; paper: 1; habits need longer memory"
+    )
     learn_temporal_decay: bool = _key(True, "false fixes the temporal decays at their start")
     activation_checkpointing: bool = _key(
         False, "compute each block again in the backward pass: less memory, more time", operational=True
@@ -70,6 +73,10 @@ class FuXiLinearConfig:
             raise ValueError(f"preset must be 'paper' or 'official', not {self.preset!r}")
         if not isinstance(self.dropout, int | float) or not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
+        if not isinstance(self.temporal_half_life, int | float) or not self.temporal_half_life > 0:
+            raise ValueError(f"temporal_half_life must be positive, not {self.temporal_half_life!r}")
+        if self.preset == "official" and self.temporal_half_life != 1.0:
+            raise ValueError("temporal_half_life belongs to the paper preset: official draws its decays")
         if not (self.use_retention or self.use_positional or self.use_temporal):
             raise ValueError(
                 "use_retention, use_positional and use_temporal are all off: at least one channel is needed"
@@ -108,7 +115,7 @@ class FuXiLinearConfig:
 
     def fingerprint(self) -> int:
         """63 bits over everything that decides what a state means; speed and training switches left out."""
-        skipped = {"dropout", "activation_checkpointing", "learn_temporal_decay"}
+        skipped = {"dropout", "activation_checkpointing", "learn_temporal_decay", "temporal_half_life"}
         skipped |= {"retention_chunk", "positional_chunk", "temporal_chunk"}
         plain = {k: v for k, v in dataclasses.asdict(self).items() if k not in skipped}
         plain["ffn_dim"] = self.hidden_dim

@@ -33,6 +33,7 @@ FORMAT = 1
 INFO = "checkpoint.json"
 LATEST, BEST = "latest", "best"
 _PARTIAL = ".partial-"
+_DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
 
 
 class CheckpointError(RuntimeError):
@@ -101,6 +102,21 @@ class Info:
     format: int = FORMAT
 
 
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint holds beside tensors."""
+
+    progress: Progress
+    identity: Identity
+    config: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: bool = False
+
+    def info(self, world_size: int, files: dict[str, tuple[int, int]]) -> Info:
+        """With what is known when the files are written."""
+        return Info(self.progress, self.identity, self.metrics, self.config, world_size, files)
+
+
 class Checkpoints:
     """The checkpoints of a run directory.
 
@@ -114,36 +130,31 @@ class Checkpoints:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def save(
-        self,
-        model: ShardedModel,
-        optimizer: StepOptimizer,
-        progress: Progress,
-        identity: Identity,
-        config: dict[str, Any],
-        metrics: dict[str, float] | None = None,
-        best: bool = False,
-    ) -> Path:
-        """Write a checkpoint: a collective. If it fails, it fails on every process and the previous one stands."""
-        name = step_name(progress.step)
+    def save(self, state: dict[str, Any], about: "About", group: dist.ProcessGroup | None = None) -> Path:
+        """Write a checkpoint: a collective. If it fails, it fails on every process and the previous one stands.
+
+        Args:
+            state: all tensors, see :func:`state_of`.
+            about: everything else.
+            group: of all processes, if not the default one.
+        """
+        name = step_name(about.progress.step)
         final, partial = self.directory / name, self.directory / (_PARTIAL + name)
-        with failing_together("making a checkpoint directory"):
-            if self.world.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-        _barrier()
         try:
-            dcp_save(state_of(model, optimizer), storage_writer=FileSystemWriter(partial))
-            files = self._checksums(partial)
-            info = Info(progress, identity, metrics or {}, config, self.world.size, files)
-            with failing_together("writing a checkpoint"):
+            with failing_together("making a checkpoint directory", group):
+                if self.world.rank == 0:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir(parents=True)
+            dcp_save(state, storage_writer=FileSystemWriter(partial), process_group=group)
+            info = about.info(self.world.size, self._checksums(partial, group))
+            with failing_together("writing a checkpoint", group):
                 if self.world.rank == 0:
                     write_atomically(partial / INFO, json.dumps(dataclasses.asdict(info), indent=1) + "\n")
-                    if final.exists():  # of the same step: a validation after a save
+                    if final.exists():
                         shutil.rmtree(final)
                     os.replace(partial, final)
                     write_atomically(self.directory / LATEST, name + "\n")
-                    if best:
+                    if about.best:
                         write_atomically(self.directory / BEST, name + "\n")
                     self._prune()
         except (CheckpointException, OSError, RuntimeError) as error:
@@ -154,19 +165,28 @@ class Checkpoints:
             raise CheckpointError(f"{final}: the checkpoint could not be written: {_cause(error)}; {stands}") from error
         return final
 
-    def mark_best(self, step: int) -> None:
-        """Let ``best`` name a checkpoint that exists; call it on one process."""
-        write_atomically(self.directory / BEST, step_name(step) + "\n")
+    def has(self, step: int) -> bool:
+        """Whether a step's checkpoint is complete."""
+        return (self.directory / step_name(step) / INFO).exists()
 
-    def _checksums(self, partial: Path) -> dict[str, tuple[int, int]]:
+    def amend(self, about: "About") -> None:
+        """Change what a complete checkpoint of this step says of itself; call it on one process."""
+        path = self.directory / step_name(about.progress.step)
+        old = _read_info(path)
+        info = about.info(old.world_size, old.files)
+        write_atomically(path / INFO, json.dumps(dataclasses.asdict(info), indent=1) + "\n")
+        if about.best:
+            write_atomically(self.directory / BEST, path.name + "\n")
+
+    def _checksums(self, partial: Path, group: dist.ProcessGroup | None) -> dict[str, tuple[int, int]]:
         """Sizes and checksums of all files, each process reading its own."""
         own = {}
-        with failing_together("reading a checkpoint back"):
+        with failing_together("reading a checkpoint back", group):
             for path in sorted(partial.iterdir()):
                 if path.name.startswith(f"__{self.world.rank}_") or (self.world.rank == 0 and path.name == ".metadata"):
                     own[path.name] = (path.stat().st_size, _crc(path))
         everyone: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.world.size)]
-        dist.all_gather_object(everyone, own)
+        dist.all_gather_object(everyone, own, group)
         return {name: value for part in everyone for name, value in part.items()}
 
     def _prune(self) -> None:
@@ -189,8 +209,8 @@ class Checkpoints:
             return path if (path / INFO).exists() else None
         pointer = self.directory / which
         if pointer.exists():
-            path = self.directory / pointer.read_text().strip()
-            if (path / INFO).exists():
+            path = self.directory / (pointer.read_text().strip() or "none")
+            if path.is_dir():  # complete when it was named: if it no longer is, it is damaged
                 return path
         complete = self.all()
         return complete[-1] if which == LATEST and complete else None
@@ -254,6 +274,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 def _read_info(path: Path) -> Info:
     where = path / INFO
+    if not where.exists():
+        raise CheckpointError(f"{where} is missing: {_DAMAGED}")
     try:
         plain = json.loads(where.read_text())
         if plain["format"] != FORMAT:
@@ -262,19 +284,18 @@ def _read_info(path: Path) -> Info:
         plain["progress"], plain["identity"] = Progress(**plain["progress"]), Identity(**plain["identity"])
         plain["files"] = {name: tuple(value) for name, value in plain["files"].items()}
         return Info(**plain)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}") from None
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}; {_DAMAGED}") from None
 
 
 def _check_file(path: Path, name: str, size: int, crc: int) -> None:
     file = path / name
-    hint = "the checkpoint is damaged: remove its directory to continue from an earlier one"
     if not file.exists():
-        raise CheckpointError(f"{file} is missing: {hint}")
+        raise CheckpointError(f"{file} is missing: {_DAMAGED}")
     if file.stat().st_size != size:
-        raise CheckpointError(f"{file} has {file.stat().st_size} bytes where {size} were written: {hint}")
+        raise CheckpointError(f"{file} has {file.stat().st_size} bytes where {size} were written: {_DAMAGED}")
     if _crc(file) != crc:
-        raise CheckpointError(f"{file} has another checksum than when it was written: {hint}")
+        raise CheckpointError(f"{file} has another checksum than when it was written: {_DAMAGED}")
 
 
 def _crc(path: Path) -> int:
@@ -283,11 +304,6 @@ def _crc(path: Path) -> int:
         while block := file.read(2**22):
             value = zlib.crc32(block, value)
     return value
-
-
-def _barrier() -> None:
-    if dist.get_world_size() > 1:
-        dist.barrier()
 
 
 def _cause(error: BaseException) -> str:

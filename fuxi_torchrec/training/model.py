@@ -11,6 +11,9 @@ from fuxi_torchrec.embeddings.tables import Table, Tables, collection
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 from fuxi_torchrec.training.loss import candidate_softmax, position_softmax, scaled_items, scaled_queries
 
+# rows by side feature: divided tables come in an order of their own
+SideRows = dict[str, Tensor]
+
 
 class SequenceModel(nn.Module):
     """Lookup, then everything else: TorchRec's pipelines trace this forward and overlap the lookups with the rest."""
@@ -23,7 +26,7 @@ class SequenceModel(nn.Module):
 
     def forward(self, batch: ModelInput) -> tuple[Tensor, Tensor]:
         """The loss to differentiate, and the summed loss to report."""
-        sides = None if self.sides is None else self.sides(batch.sides).values()
+        sides = None if self.sides is None else self.sides(batch.sides).to_dict()
         return self.head(self.items(batch.items).values(), sides, batch)
 
 
@@ -34,27 +37,27 @@ class Head(nn.Module):
         super().__init__()
         self.encoder = FuXiLinearEncoder(config.model)
         self.loss: LossConfig = config.loss
-        self.pooling = [table.pooling for table in sides]
+        self.pooling = {table.feature: table.pooling for table in sides}
         self.autocast = config.train.precision == "bfloat16"
 
-    def forward(self, item_rows: Tensor, side_rows: Tensor | None, batch: ModelInput) -> tuple[Tensor, Tensor]:
+    def forward(self, item_rows: Tensor, side_rows: SideRows | None, batch: ModelInput) -> tuple[Tensor, Tensor]:
         """See :class:`SequenceModel`."""
         outputs_TD = self.encode(self.event_rows(item_rows, side_rows, batch), batch)
         queries_PD = outputs_TD.index_select(0, batch.target_positions)
         summed = self.summed_loss(queries_PD, item_rows, batch)
         return summed * batch.loss_scale, summed.detach()
 
-    def event_rows(self, item_rows: Tensor, side_rows: Tensor | None, batch: ModelInput) -> Tensor:
+    def event_rows(self, item_rows: Tensor, side_rows: SideRows | None, batch: ModelInput) -> Tensor:
         """(T, D) the item's row plus those of the side features."""
         rows_TD = item_rows.index_select(0, batch.input_rows)
         if side_rows is None:
             return rows_TD
         assert batch.sides is not None
-        events, dim = rows_TD.shape
+        events = len(rows_TD)
         lengths = batch.sides.lengths().view(len(self.pooling), -1)[:, :events]
-        for number, pooling in enumerate(self.pooling):
-            side_TD = side_rows[:events, number * dim : (number + 1) * dim]
-            rows_TD = rows_TD + (side_TD / lengths[number].clamp(min=1).unsqueeze(1) if pooling == "mean" else side_TD)
+        for (name, pooling), lengths_T in zip(self.pooling.items(), lengths, strict=True):
+            side_TD = side_rows[name][:events]
+            rows_TD = rows_TD + (side_TD / lengths_T.clamp(min=1).unsqueeze(1) if pooling == "mean" else side_TD)
         return rows_TD
 
     def encode(self, rows_TD: Tensor, batch: ModelInput) -> Tensor:

@@ -56,10 +56,14 @@ class StepOptimizer(torch.optim.Optimizer):
         replicated = [n for n, value in table_states(model).items() if not is_sharded(value)]
         self._sharded = [p for n, p in tables.items() if n not in replicated]
         self._everywhere = [*(p for n, p in tables.items() if n in replicated), *dense.values()]
-        decayed = {n: p for n, p in dense.items() if p.ndim > 1 and not n.endswith(_NOT_DECAYED)}
+        scalar_lr = config.lr if config.scalar_lr is None else config.scalar_lr
+        scalars = [p for p in dense.values() if p.ndim < 2]
+        positions = [p for n, p in dense.items() if n.endswith(_NOT_DECAYED)]
+        matrices = [p for n, p in dense.items() if p.ndim > 1 and not n.endswith(_NOT_DECAYED)]
         groups = [
-            {"params": list(decayed.values()), "lr": config.lr, "weight_decay": config.weight_decay},
-            {"params": [p for n, p in dense.items() if n not in decayed], "lr": config.lr, "weight_decay": 0.0},
+            {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay},
+            {"params": positions, "lr": config.lr, "weight_decay": 0.0},
+            {"params": scalars, "lr": scalar_lr, "weight_decay": 0.0},
         ]
         self.names = {id(p): n for n, p in {**tables, **dense}.items()}
         self._adagrad: RowWiseAdagrad | None = None

@@ -23,6 +23,7 @@ from fuxi_torchrec.training.checkpoint import write_atomically
 logger = get_logger(__name__)
 
 CONFIG, ITEMS, PLAN, METRICS, SUMMARY = "config.yaml", "items.parquet", "plan.json", "metrics.jsonl", "summary.json"
+PREEMPTED = "preempted"  # the job was asked to leave before its end, and saved
 
 
 class RunError(RuntimeError):
@@ -108,11 +109,8 @@ class RunDirectory:
             raise RunError(f"{self.path}: no run here: {CONFIG} is missing")
         return load_config(self.path / CONFIG)
 
-    def settle_config(self, config: Config) -> Config:
-        """The configuration to run with: the given one, if it is the same run's; its difference is shown.
-
-        The first start writes it down.
-        """
+    def check_config(self, config: Config) -> None:
+        """Refuse the configuration of another run; what a resumed run may change is shown."""
         if (self.path / CONFIG).exists():
             changed = differences(self.read_config(), config)
             refused = [d for d in changed if not d.operational]
@@ -124,8 +122,14 @@ class RunDirectory:
                 )
             for d in changed:
                 logger.info("resumed with %s = %r, was %r", d.key, d.new, d.old)
+
+    def write_config(self, config: Config) -> None:
+        """Write down what the run runs with; from then on it is this run's."""
         write_atomically(self.path / CONFIG, strict_yaml.dump(config))
-        return config
+
+    def clear_preempted(self) -> None:
+        """The job is back."""
+        (self.path / PREEMPTED).unlink(missing_ok=True)
 
     # --- known items -------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """The training job: from a configuration and a run directory to checkpoints and metrics."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -30,12 +31,23 @@ from fuxi_torchrec.embeddings.pipeline import ShardedModel, make_pipeline
 from fuxi_torchrec.embeddings.sharding import check_shardable, describe, initialise, plan_to_json, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint import LATEST, Checkpoints, Identity, Progress, write_atomically
-from fuxi_torchrec.training.feed import Feed, MicroBatch, Step, StepMaker
+from fuxi_torchrec.training.checkpoint import (
+    LATEST,
+    About,
+    CheckpointError,
+    Checkpoints,
+    Identity,
+    Progress,
+    state_of,
+    write_atomically,
+)
+from fuxi_torchrec.training.feed import Feed, Step, StepMaker
+from fuxi_torchrec.training.interruption import StopRequest, Watchdog
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
 from fuxi_torchrec.training.progress import ProgressLine
-from fuxi_torchrec.training.run_directory import PLAN, SUMMARY, KnownItems, RunDirectory, RunError
+from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, SUMMARY, KnownItems, RunDirectory, RunError
+from fuxi_torchrec.training.saving import Saver
 from fuxi_torchrec.training.validation import sample_users, validate
 
 logger = get_logger(__name__)
@@ -132,14 +144,22 @@ class Trainer:
         directory: where the run lives.
         world: this process among its peers.
         init_from: another run directory whose weights to start from.
+        stop: says when to save and leave.
     """
 
-    def __init__(self, config: Config, directory: RunDirectory, world: World, init_from: Path | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        world: World,
+        init_from: Path | None = None,
+        stop: StopRequest | None = None,
+    ) -> None:
         self.world, self.directory = world, directory
         with failing_together("opening the run directory"):
             if world.rank == 0:
                 directory.lock()
-                directory.settle_config(config)
+                directory.check_config(config)
         self.config = config
         with failing_together("opening the dataset"):
             check_device(config, world)
@@ -153,14 +173,22 @@ class Trainer:
                 config.batch.max_tokens_per_rank,
                 config.data.workers,
             )
-        with failing_together("writing the known items"):
-            if world.rank == 0 and not directory.has_items():
-                directory.write_items(Vocabulary.of(self.data.dataset), self.data.items)
         self.model, self.plan = self._build()
         self.optimizer = StepOptimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
+        self.saver = Saver(self.checkpoints, config.checkpoint.background)
+        self.stop = stop or StopRequest()
         self.identity = self.data.identity(config)
         self.progress = self._restore(init_from)
+        self._validated_at = -1
+        self._saved_at = self.progress.step  # loaded from there
+        self.pauses: list[float] = []  # of training, for each save
+        with failing_together("writing down the run"):  # nothing was refused
+            if world.rank == 0:
+                directory.write_config(config)
+                directory.clear_preempted()
+                if not directory.has_items():
+                    directory.write_items(Vocabulary.of(self.data.dataset), self.data.items)
         self.lengths = self.data.maker.train_lengths()
 
     def _build(self) -> tuple[ShardedModel, Any]:
@@ -181,17 +209,21 @@ class Trainer:
         if latest is None:
             if init_from is not None:
                 self._start_from(init_from)
+            self._forget_metrics_after(0)
             return Progress(total_steps=planned)
         info = self.checkpoints.read_info(latest)
         with failing_together("comparing the checkpoint with the run"):
             self.identity.check(info.identity, latest)
         self.checkpoints.load(latest, self.model, self.optimizer)
         self.optimizer.set_steps(info.progress.step)
-        with failing_together("cutting the metrics at the checkpoint"):
-            if self.world.rank == 0:
-                self.directory.forget_metrics_after(info.progress.step)
+        self._forget_metrics_after(info.progress.step)
         logger.info("resumed from %s, saved by %d processes", latest.name, info.world_size)
         return info.progress
+
+    def _forget_metrics_after(self, step: int) -> None:
+        with failing_together("cutting the metrics at the checkpoint"):
+            if self.world.rank == 0:
+                self.directory.forget_metrics_after(step)
 
     def _start_from(self, other: Path) -> None:
         """Another run's weights over this run's vocabulary, which may have more items."""
@@ -254,7 +286,6 @@ class Trainer:
         pipeline = make_pipeline(config.train.pipeline, self.model, self.optimizer, self.world.device)
         self.optimizer.current = lambda: feed.waiting[0]
         watch = _Watch(self)
-        events = 0
         self.model.train()
         logger.info(
             "%d users, %d known items, about %d steps an epoch, busiest process %.2f times the mean",
@@ -263,26 +294,51 @@ class Trainer:
             self.loader.steps(0),
             self.loader.balance(0),
         )
-        stopped = False
+        watchdog = Watchdog(config.distributed.timeout_seconds * 0.9)
+        try:
+            events = self._loop(pipeline, feed, watch, watchdog)
+        finally:
+            watchdog.stop()
+        watch.close()
+        return self._summary(time.monotonic() - began, events)
+
+    def _loop(self, pipeline: Any, feed: Feed, watch: "_Watch", watchdog: Watchdog) -> int:
+        """Steps, validations and saves, until the end or until asked to stop; the events trained."""
+        events, stopped, every = 0, False, self.config.checkpoint.every_steps
         while not stopped:
+            watchdog.moved()
             done = self._one_step(pipeline, feed)
             if done is None:
                 break
-            loss, step_events, position = done
-            events += step_events
-            self.progress = dataclasses.replace(self.progress, step=self.progress.step + 1, position=position)
-            watch.step(loss, step_events)
+            events += done.events
+            self.progress = dataclasses.replace(self.progress, step=self.progress.step + 1, position=done.position)
+            watch.step(done.loss, done.events)
+            if done.save_failed:
+                self.saver.wait()  # raises why
+            if done.asked_to_stop:
+                self._preempted()
+                return events
             saved = False
             if self._validation_due():
                 with _detached(pipeline):
                     stopped, saved = self._validate(watch)
-            every = config.checkpoint.every_steps
             if not saved and every is not None and self.progress.step % every == 0:
                 self.save()
-        if self.progress.step and self._newest_step() != self.progress.step:
-            self.save()
-        watch.close()
-        return self._summary(time.monotonic() - began, events)
+        if self._validates() and self._validated_at != self.progress.step:
+            with _detached(pipeline):
+                self._validate(watch)
+        self.save()
+        self.saver.wait()
+        return events
+
+    def _preempted(self) -> None:
+        """Asked to leave: save at this step, on all processes, and say so."""
+        logger.warning("asked to stop: saving step %d and leaving", self.progress.step)
+        self.save()
+        self.saver.wait()
+        if self.world.rank == 0:
+            note = {"step": self.progress.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            write_atomically(self.directory.path / PREEMPTED, json.dumps(note) + "\n")
 
     def _finished(self) -> bool:
         limit = self.config.train.max_steps
@@ -305,9 +361,10 @@ class Trainer:
             yield step
             number += 1
 
-    def _one_step(self, pipeline: Any, feed: Feed) -> tuple[float, int, Position] | None:
-        """Train all micro-batches of a step; its global loss, this process's events, and the position after it."""
+    def _one_step(self, pipeline: Any, feed: Feed) -> "_Done | None":
+        """Train all micro-batches of a step; None at the end of the data."""
         summed, events = 0.0, 0
+        users: list[int] = []
         self.optimizer.share = learning_rate_share(self.config.optimizer, self.progress.step, self.progress.total_steps)
         # dropout follows from the step alone, so that a resumed run repeats it
         key = [self.config.seed, self.progress.step, self.world.rank]
@@ -320,53 +377,63 @@ class Trainer:
             about = feed.waiting.popleft()
             summed += float(output) * about.scale
             events += about.events
+            users += about.users.tolist()
             if about.last:
                 break
-        totals = torch.tensor([summed / self.world.size, float(events)], dtype=torch.float64)
+        # one exchange says how the step went, and whether any process wants or needs to stop
+        mine = [summed / self.world.size, float(events), float(self.stop.requested), float(self.saver.failed)]
+        totals = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(totals)
-        loss, all_events = totals.tolist()
+        loss, all_events, asked, failed = totals.tolist()
         if not math.isfinite(loss):
-            self._stop_on_nan(loss, summed, about)
-        return loss, int(all_events), about.end
+            self._stop_on_nan(loss, summed, users)
+        return _Done(loss, int(all_events), about.end, asked > 0, failed > 0)
 
-    def _stop_on_nan(self, loss: float, own: float, about: MicroBatch) -> None:
+    def _stop_on_nan(self, loss: float, own: float, users: list[int]) -> None:
         path = self.directory.path / f"failed-step-{self.progress.step + 1}-rank-{self.world.rank}.json"
-        rows = about.users.tolist()
-        write_atomically(path, json.dumps({"own_loss": str(own), "user_rows": rows}) + "\n")
+        write_atomically(path, json.dumps({"own_loss": str(own), "user_rows": users}) + "\n")
+        with contextlib.suppress(CheckpointError):
+            self.saver.wait()  # of a step before this one
         last = self.checkpoints.find(LATEST)
         raise TrainingError(
             f"the loss of step {self.progress.step + 1} is {loss}: training stops. The rows of the batch's users are "
             f"in {path.parent}/failed-step-{self.progress.step + 1}-rank-*.json; "
-            f"{f'{last.name} is the last good checkpoint' if last else 'there is no checkpoint yet'}. "
-            "A lower optimizer.lr, optimizer.clip_norm or a warm-up usually helps"
+            f"{f'{last.name} is the last checkpoint' if last else 'there is no checkpoint yet'}. A lower "
+            "optimizer.lr, optimizer.clip_norm or a warm-up usually helps: they need a new --run-dir, and --init-from "
+            "this one keeps its weights"
         )
 
     def save(self, metrics: dict[str, float] | None = None, best: bool = False) -> None:
-        """Write a checkpoint: a collective."""
-        began = time.monotonic()
+        """Write a checkpoint, or begin to: a collective."""
         config = strict_yaml.to_dict(self.config)
-        path = self.checkpoints.save(self.model, self.optimizer, self.progress, self.identity, config, metrics, best)
-        logger.info("saved %s in %.2f s%s", path.name, time.monotonic() - began, ", the best so far" if best else "")
-
-    def _newest_step(self) -> int:
-        newest = self._agreed(self.checkpoints.find(LATEST))
-        return int(newest.name.removeprefix("step-")) if newest is not None else -1
+        about = About(self.progress, self.identity, config, metrics or {}, best)
+        if self._saved_at == self.progress.step:  # the tensors are there: only what is said of them is new
+            self.saver.wait()
+            with failing_together("writing to a checkpoint"):
+                if self.world.rank == 0 and metrics:
+                    self.checkpoints.amend(about)
+            return
+        self.pauses.append(self.saver.save(state_of(self.model, self.optimizer), about))
+        self._saved_at = self.progress.step
 
     # --- validation --------------------------------------------------------------------------------------------------
 
+    def _validates(self) -> bool:
+        data = self.config.data
+        nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
+        return self.config.validation.every_epochs is not None and not nothing_held_out
+
     def _validation_due(self) -> bool:
-        every = self.config.validation.every_epochs
-        if every is None or self.config.data.fit_on_valid:
+        if not self._validates():
             return False
-        if self.config.data.split == "by_time" and self.config.data.valid_from is None:
-            return False
-        period = max(1, round(every * self.loader.steps(0)))
+        period = max(1, round((self.config.validation.every_epochs or 1) * self.loader.steps(0)))
         return self.progress.step % period == 0
 
     def _validate(self, watch: "_Watch") -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
         metrics = self.validate()
+        self._validated_at = self.progress.step
         value = metrics[wanted.metric]
         best = self.progress.best_metric is None or value > self.progress.best_metric
         if best:
@@ -418,11 +485,24 @@ class Trainer:
             "best_step": self.progress.best_step,
             "metric": self.config.validation.metric,
             "peak_memory_mb": peak_memory_mb(self.world.device),
+            "longest_pause_of_a_save": round(max(self.pauses, default=0.0), 4),
+            "preempted": (self.directory.path / PREEMPTED).exists(),
         }
         with failing_together("writing the summary"):
             if self.world.rank == 0:
                 write_atomically(self.directory.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
         return summary
+
+
+@dataclass(frozen=True)
+class _Done:
+    """How a step went, over all processes."""
+
+    loss: float
+    events: int
+    position: Position
+    asked_to_stop: bool
+    save_failed: bool
 
 
 class _Watch:
@@ -444,8 +524,14 @@ class _Watch:
         self._events += events
         trainer = self.trainer
         number = trainer.progress.step
-        if not self.active or number % trainer.config.logging.every_steps:
+        if number % trainer.config.logging.every_steps:
             return
+        with failing_together("writing metrics"):
+            if self.active:
+                self._log_step(number, loss)
+
+    def _log_step(self, number: int, loss: float) -> None:
+        trainer = self.trainer
         now = time.monotonic()
         speed = self._events / max(1e-9, now - self._since)
         self._events, self._since = 0, now
@@ -468,11 +554,11 @@ class _Watch:
         """The validation targets were ranked."""
         self._since = time.monotonic()  # not training time
         self._events = 0
-        if not self.active:
-            return
         number = self.trainer.progress.step
-        self.trainer.directory.log({"step": number, "validation": metrics})
-        self._draw("validation", metrics, number)
+        with failing_together("writing metrics"):
+            if self.active:
+                self.trainer.directory.log({"step": number, "validation": metrics})
+                self._draw("validation", metrics, number)
         shown = ("hr@10", "ndcg@10", "hr@50", "mrr")
         logger.info(
             "step %d: validation %s, %d users",

@@ -1,9 +1,11 @@
 import itertools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from fuxi_torchrec.data import loader as loading
 from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.hashing import mix
@@ -213,3 +215,76 @@ def test_rates_that_make_no_sense(dataset):
 def test_draws_are_spread_evenly():
     draws = mix(1, 2, np.arange(20_000, dtype=np.uint64)).astype(np.float64) / 2**64
     assert np.histogram(draws, 10, (0, 1))[0].min() > 1800
+
+
+def reads_of_an_epoch(loader):
+    """How often each block is read."""
+    reader, reads = loader.maker.reader, []
+    read = reader._read
+    reader.forget()
+    reader._read = lambda number: (reads.append(number), read(number))[1]
+    for _ in loader.epoch(Position()):
+        pass
+    return len(reads)
+
+
+def test_a_cache_smaller_than_the_blocks_that_are_mixed_is_named_with_what_to_set(tmp_path, caplog):
+    dataset = make_dataset(tmp_path / "set", random_histories(0, 1000, 20, weights=True), None, 25, "single")
+    plan = Plan(max_length=50, batch_users=32, num_streams=2, shuffle_blocks=8)
+
+    def loader(cache_bytes, plan=plan, **more):
+        caplog.clear()
+        maker = BatchMaker(
+            Reader(dataset, ["action"], cache_bytes=cache_bytes), LeaveOneOut(), everything_known(dataset)
+        )
+        return Loader(maker, plan, **more)
+
+    enough = loader(10**9).cache_bytes()
+    assert not caplog.records
+    found = loader(enough)
+    assert not caplog.records
+    blocks = len(found.maker.reader.groups)
+    assert reads_of_an_epoch(found) <= 1.5 * blocks
+    assert loader(10**9, rank=1, world_size=2).cache_bytes() < enough
+    found = loader(enough // 2)
+    (record,) = caplog.records
+    assert f"Set shuffle_blocks to {8 * (enough // 2) // enough} (it is 8)" in record.getMessage()
+    assert f"cache_bytes={enough}" in record.getMessage()
+    assert reads_of_an_epoch(found) > 4 * blocks
+    loader(enough // 2, Plan(max_length=50, batch_users=32, num_streams=2, shuffle_blocks=2))
+    assert not caplog.records
+    loader(enough, workers=2)
+    assert "each of 2 reading processes" in caplog.text
+
+
+def test_workers_share_the_cache(dataset, monkeypatch):
+    own = make_loader(dataset, Plan(max_length=9, batch_users=4), workers=3)
+    before = own.maker.reader.cache_bytes
+    steps = loading._Steps(own, loading._unchanged)
+    monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(dataset=steps, num_workers=3))
+    loading._share_cache(0)
+    assert own.maker.reader.cache_bytes == before // 3
+
+
+@pytest.mark.parametrize("until", [None, 1_600_005_000])
+@pytest.mark.parametrize("max_length", [1, 5, 99])
+def test_histories_are_the_last_events_whatever_the_split(tmp_path, until, max_length):
+    histories = random_histories(3, 20, 12)
+    reader = Reader(make_dataset(tmp_path / "set", histories, 50, side="single"), ["action"])
+    known = np.arange(51) % 5 > 0
+    batch, before = BatchMaker(reader, LeaveOneOut(), Items(known)).histories(np.arange(20), max_length, until)
+    ids = reader.ids_of(batch.users.numpy()).to_pylist()
+    expected = []
+    for user, (items, times) in enumerate(histories):
+        keep = times <= (2**62 if until is None else until)
+        if keep.any():
+            expected.append((user * 10, items[keep], times[keep]))
+    assert ids == [user for user, *_ in expected]
+    for n, (_, items, times) in enumerate(expected):
+        own = slice(int(batch.offsets[n]), int(batch.offsets[n + 1]))
+        assert batch.items[own].tolist() == [i if known[i] else 0 for i in items[-max_length:]]
+        assert batch.timestamps[own].tolist() == times[-max_length:].tolist()
+        assert batch.sides["action"].values[own].tolist() == (items[-max_length:] % 4).tolist()
+        assert int(batch.request_timestamps[n]) == times[-1]
+        assert before[n] == max(len(items) - max_length, 0)
+    assert not batch.target_weights.any() and not batch.targets.any()

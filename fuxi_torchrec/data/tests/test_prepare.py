@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fuxi_torchrec.data import prepare as preparing
 from fuxi_torchrec.data import sources, writer
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.errors import DataError
@@ -157,7 +158,7 @@ def test_nulls_inside_lists_are_dropped(tmp_path):
 
 
 def test_long_users_and_many_files(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "ROW_GROUP_EVENTS", 500)
+    monkeypatch.setattr(preparing, "ROW_GROUP_EVENTS", 500)
     monkeypatch.setattr(writer, "FILE_EVENTS", 2_000)
     generator = np.random.default_rng(0)
     user = np.repeat([1, 2, 3, 4, 5], [10, 3_000, 5, 700, 450])

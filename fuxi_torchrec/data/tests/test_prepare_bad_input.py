@@ -155,3 +155,16 @@ def test_rows_are_numbered_before_they_are_filtered(tmp_path):
     path = write(tmp_path / "log.csv", ["1,a,5", "2,a,5", ",a,5"], "user,item,time")
     message = refused(tmp_path, "bad rows", path, where="user IS DISTINCT FROM 1")
     assert "log.csv row 3: user is null" in message
+
+
+@pytest.mark.parametrize("step", ["reading", "sorting and writing"])
+def test_stopping_at_any_step_leaves_nothing(tmp_path, step):
+    log = write_small_log(tmp_path / "log.csv")
+
+    def stop(what, done, total):
+        if what == step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(events(log), tmp_path / "set", progress=stop)
+    assert os.listdir(tmp_path) == ["log.csv"]

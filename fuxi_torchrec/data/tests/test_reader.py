@@ -44,6 +44,17 @@ def test_few_blocks_are_kept(dataset):
     assert list(reader._cache) == [1]
 
 
+@pytest.mark.parametrize(("side", "names"), [(None, []), ("single", ["action"]), ("multiple", ["tags"])])
+def test_the_size_of_a_block_is_known_before_it_is_read(tmp_path, side, names):
+    dataset = make_dataset(tmp_path / "set", random_histories(3, 20, 30, weights=True), side=side)
+    reader = Reader(dataset, names)
+    for number, size in enumerate(reader.block_bytes().tolist()):
+        block = reader.block(number)
+        # Parquet counts an empty list as a value
+        empty = int((np.diff(block.sides["tags"].offsets) == 0).sum()) if side == "multiple" else 0
+        assert size == block.size + 8 * empty
+
+
 def bad_rows(kind):
     rows = {"user_id": [1, 2, 3], "item": [[1, 2], [3, 4], [5]], "timestamp": [[1, 2], [3, 4], [5]]}
     if kind == "lists differ in length":

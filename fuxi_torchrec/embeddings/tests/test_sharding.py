@@ -1,0 +1,397 @@
+"""Divided tables against the same tables undivided, on one, two and four processes."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fuxi_torchrec.config import BatchConfig, Config, OptimizerConfig, SideConfig, TablesConfig
+from fuxi_torchrec.embeddings.inputs import agree
+from fuxi_torchrec.embeddings.sharding import (
+    ShardingError,
+    check_shardable,
+    clipped,
+    describe,
+    fill_rows,
+    initialise,
+    is_sharded,
+    like_weight,
+    local_parts,
+    make_plan,
+    placements,
+    plan_to_json,
+    table_states,
+)
+from fuxi_torchrec.embeddings.tables import Table, Tables
+from fuxi_torchrec.embeddings.tests.small import (
+    ITEMS,
+    full_tables,
+    global_loss,
+    gradients,
+    input_of,
+    local_values,
+    not_empty,
+    sharded_model,
+    slice_of,
+    small_config,
+    small_tables,
+    table_weights,
+    whole_model,
+)
+from fuxi_torchrec.training.model import SequenceModel
+from fuxi_torchrec.training.optimizers import StepOptimizer
+
+SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
+# the planner puts both column parts of the small table beside the large table's
+CROWDED = ("column_wise", "table_wise", "column_wise")
+CROWDED_ROWS = (40, 20_000, 20_000)
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-6)
+
+
+def inputs_of_all(tables, pool, seed):
+    return [input_of(rank, pool, seed, tables=tables) for rank in range(dist.get_world_size())]
+
+
+# --- lookups and gradients -------------------------------------------------------------------------------------------
+
+
+def compare_lookups_and_gradients(sharding, rows):
+    tables = small_tables(sharding, rows=rows) if rows else small_tables(sharding)
+    config, values = small_config(), full_tables(tables)
+    model, _ = sharded_model(config, tables, values)
+    whole = whole_model(config, tables, values)
+    for seed, pool in enumerate(("shared", "own", "shared")):
+        inputs = inputs_of_all(tables, pool, seed)
+        own = inputs[dist.get_rank()]
+        (ready,) = agree([own], tables.needs_equal_bags)
+        module = model.module
+        with torch.no_grad():
+            items, sides = module.items(ready.items).values(), module.sides(ready.sides).to_dict()
+            mine, filled = len(own.items.lengths()), not_empty(own)
+            close(items[:mine], whole.items(filled.items).values()[:mine])
+            assert not items[mine:].any()
+            for name, expected in whole.sides(filled.sides).to_dict().items():
+                close(sides[name][: len(own.input_rows)], expected[: len(own.input_rows)])
+                assert not sides[name][len(own.input_rows) :].any()
+            close(module.head.event_rows(items, sides, ready), means_by_hand(values, filled))
+        model.zero_grad(set_to_none=True)
+        whole.zero_grad(set_to_none=True)
+        loss, _ = model(ready)
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        expected = global_loss(whole, inputs)
+        expected.backward()
+        close(total / dist.get_world_size(), expected.detach())
+        found = gradients(model)
+        for name, parameter in whole.head.named_parameters():
+            close(found[f"head.{name}"], parameter.grad)
+        of_tables = local_values(model, found)
+        for part in local_parts(model):
+            grad = of_tables[part.table, part.first_row, part.first_column]
+            close(grad, slice_of(part, table_weights(whole)[part.table].grad))
+    return sorted((part.table, part.first_row, part.first_column, *part.tensor.shape) for part in local_parts(model))
+
+
+def means_by_hand(values, own):
+    """Item plus action plus the mean of the tags, event by event."""
+    items = own.items.values()[own.input_rows]
+    action, tags = own.sides["action"], own.sides["tags"]
+    rows = values["item_table"][items] + values["side_action"][action.values()]
+    begin = tags.offsets().tolist()
+    for event in range(len(rows)):
+        if begin[event + 1] > begin[event]:
+            rows[event] += values["side_tags"][tags.values()[begin[event] : begin[event + 1]]].mean(0)
+    return rows
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_lookups_and_gradients_are_those_of_undivided_tables(workers, sharding, world):
+    held = workers(world).run(compare_lookups_and_gradients, sharding, None)
+    numbers = sum(rows * columns for parts in held for *_, rows, columns in parts)
+    whole = sum(table.rows * table.dim for table in small_tables(sharding).all)
+    assert numbers == whole * (world if sharding == "data_parallel" else 1)
+
+
+def test_each_table_may_be_divided_in_its_own_way(workers):
+    for sides in (("row_wise", "table_wise"), ("data_parallel", "row_wise"), ("table_wise", "data_parallel")):
+        workers(2).run(compare_lookups_and_gradients, ("row_wise", *sides), None)
+        workers(2).run(compare_lookups_and_gradients, ("data_parallel", *reversed(sides)), None)
+
+
+def test_a_process_may_hold_several_column_parts_of_a_table(workers):
+    held = workers(2).run(compare_lookups_and_gradients, CROWDED, CROWDED_ROWS)
+    assert any([part[0] for part in parts].count("item_table") == 2 for parts in held)
+
+
+# --- updates in the backward pass ------------------------------------------------------------------------------------
+
+
+def compare_rowwise_adagrad(sharding):
+    tables = small_tables(sharding)
+    optimizing = OptimizerConfig(kind="rowwise_adagrad", lr=0.5, table_lr=0.25)
+    config, values = small_config(optimizing), full_tables(tables)
+    model, _ = sharded_model(config, tables, values)
+    optimizer = StepOptimizer(model, optimizing)
+    sums = {name: torch.zeros(len(value)) for name, value in values.items()}
+    for step, share in enumerate((1.0, 0.5)):
+        inputs = inputs_of_all(tables, "shared", step)
+        whole = whole_model(config, tables, values)
+        whole.head.load_state_dict(model.module.head.state_dict())
+        global_loss(whole, inputs).backward()
+        (ready,) = agree([inputs[dist.get_rank()]], tables.needs_equal_bags)
+        optimizer.share = share
+        optimizer.zero_grad()
+        model(ready)[0].backward()
+        optimizer.step()
+        for name, parameter in table_weights(whole).items():
+            sums[name] += parameter.grad.square().mean(1)
+            rate = 0.25 * share / (sums[name].sqrt() + 1e-8)
+            values[name] = values[name] - rate[:, None] * parameter.grad
+        for part in local_parts(model):
+            close(part.tensor, slice_of(part, values[part.table]))
+        for name, value in optimizer.moments().items():
+            if name.endswith(".sum"):
+                for first, local in rows_of(value):
+                    expected = sums[name.split(".")[-3]][first : first + len(local)]
+                    torch.testing.assert_close(local, expected, rtol=1e-3, atol=1e-9)
+    return sum(name.endswith(".sum") for name in optimizer.moments())
+
+
+def rows_of(value):
+    """The local parts of a table's row sums, with their first rows."""
+    if not is_sharded(value):
+        return [(0, value)]
+    return [(shard.metadata.shard_offsets[0], shard.tensor) for shard in value.local_shards()]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "data_parallel"])
+def test_rowwise_adagrad_moves_rows_as_computed_by_hand(workers, sharding, world):
+    found = workers(world).run(compare_rowwise_adagrad, sharding)
+    assert sum(found) == (3 if sharding == "table_wise" else 3 * world)
+
+
+# --- initial values --------------------------------------------------------------------------------------------------
+
+
+def initial_rows(sharding):
+    """All of the tables as their parts say, NaN where this process holds nothing."""
+    tables = small_tables(sharding, rows=(9_000, 5_000, TAGS_ROWS))
+    values = {table.name: torch.full((table.rows, table.dim), torch.nan) for table in tables.all}
+    model, _ = sharded_model(small_config(), tables, values)
+    initialise(model, std=0.5, seed=7)
+    for part in local_parts(model):
+        slice_of(part, values[part.table]).copy_(part.tensor)
+    return values
+
+
+TAGS_ROWS = 4_097
+
+
+def together(of_ranks):
+    """Every number must come from somewhere, and two processes that hold the same must agree."""
+    whole = {}
+    for name in of_ranks[0]:
+        stacked = torch.stack([values[name] for values in of_ranks])
+        whole[name] = stacked.nan_to_num(-torch.inf).amax(0)
+        assert not whole[name].isinf().any()
+        assert ((stacked == whole[name]) | stacked.isnan()).all()
+    return whole
+
+
+def test_initial_rows_do_not_depend_on_processes_or_sharding(workers):
+    expected = together(workers(1).run(initial_rows, "row_wise"))
+    for world, sharding in ((2, "row_wise"), (2, "column_wise"), (2, "data_parallel"), (4, "row_wise"), (4, CROWDED)):
+        found = together(workers(world).run(initial_rows, sharding))
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (world, sharding, name)
+    items, action = expected["item_table"], expected["side_action"]
+    assert (items[:5_000] != action).float().mean() > 0.99
+    assert (items[:4_096] != items[4_096:8_192]).float().mean() > 0.99  # another generator from row 4096 on
+    assert abs(items.std() - 0.5) < 0.01 and abs(items.mean()) < 0.01
+    # no two rows and no two columns are alike
+    assert len(items.unique(dim=0)) == 9_000 and items.T.corrcoef().fill_diagonal_(0).abs().max() < 0.06
+
+
+def test_any_slice_of_an_endless_table_is_the_same():
+    whole = torch.empty(9_000, 12)
+    fill_rows(whole, "t", 0, 0, 1.0, seed=3)
+    for row, column, rows, columns in ((0, 0, 10, 12), (4_090, 4, 20, 4), (4_096, 8, 1, 4), (8_191, 0, 809, 8)):
+        part = torch.empty(rows, columns)
+        fill_rows(part, "t", row, column, 1.0, seed=3)
+        assert torch.equal(part, whole[row : row + rows, column : column + columns])
+    other = torch.empty(9_000, 12)
+    for table, seed in (("t", 4), ("u", 3)):
+        fill_rows(other, table, 0, 0, 1.0, seed=seed)
+        assert (other != whole).float().mean() > 0.99
+
+
+# --- what cannot be divided ------------------------------------------------------------------------------------------
+
+
+def one_table(sharding, rows=100, dim=8, genres=None):
+    sides = (Table("side_genre", "genre", genres, dim, sharding),) if genres else ()
+    return Tables(Table("item_table", "item", rows, dim, sharding), sides)
+
+
+@pytest.mark.parametrize(
+    ("tables", "optimizer", "world", "words"),
+    [
+        (one_table("row_wise", 5), OptimizerConfig(), 4, ["tables.sharding", "item_table has 5 rows", "4 processes"]),
+        (one_table("row_wise", 1), OptimizerConfig(), 2, ["1 rows", "tables.sharding=data_parallel"]),
+        (
+            one_table("row_wise", genres=3),
+            OptimizerConfig(),
+            4,
+            ["tables.sides.genre.sharding", "side_genre has 3 rows", "tables.sides.genre.sharding=data_parallel"],
+        ),
+        (one_table("column_wise", dim=6), OptimizerConfig(), 1, ["column_wise", "model.dim", "multiple of 4, not 6"]),
+        (
+            one_table("row_wise", dim=6),
+            OptimizerConfig(kind="rowwise_adagrad"),
+            2,
+            ["rowwise_adagrad", "model.dim", "not 6"],
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_torchrec_sees_it(tables, optimizer, world, words):
+    with pytest.raises(ShardingError) as refused:
+        check_shardable(tables, optimizer, world)
+    with pytest.raises(ShardingError) as planned:
+        make_plan(torch.nn.Module(), tables, optimizer, world, world, "cpu")
+    assert str(planned.value) == str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize("rows", range(1, 30))
+@pytest.mark.parametrize("world", range(1, 9))
+def test_row_wise_is_refused_exactly_if_a_process_would_have_no_row(rows, world):
+    block = -(-rows // world)
+    shares = [min(block, max(0, rows - rank * block)) for rank in range(world)]
+    if min(shares):
+        check_shardable(one_table("row_wise", rows), OptimizerConfig(), world)
+    else:
+        with pytest.raises(ShardingError):
+            check_shardable(one_table("row_wise", rows), OptimizerConfig(), world)
+
+
+def test_configurations_whose_result_would_depend_on_the_division_are_refused():
+    adagrad = OptimizerConfig(kind="rowwise_adagrad")
+    with pytest.raises(ValueError, match=r"tables\.sharding is column_wise"):
+        Config(optimizer=adagrad, tables=TablesConfig(sharding="column_wise"))
+    with pytest.raises(ValueError, match=r"tables\.sides\.tags\.sharding is column_wise"):
+        Config(optimizer=adagrad, tables=TablesConfig(sides={"tags": SideConfig(sharding="column_wise")}))
+    with pytest.raises(ValueError, match=r"batch\.max_tokens_per_rank accumulates gradients"):
+        Config(optimizer=adagrad, batch=BatchConfig(max_tokens_per_rank=100))
+    with pytest.raises(ValueError, match="clip_norm needs all gradients"):
+        OptimizerConfig(kind="rowwise_adagrad", clip_norm=1.0)
+    Config(tables=TablesConfig(sharding="column_wise"), batch=BatchConfig(max_tokens_per_rank=100))
+
+
+# --- plans -----------------------------------------------------------------------------------------------------------
+
+
+def plan_for(tables, world, **optimizer):
+    config = small_config(OptimizerConfig(**optimizer))
+    return make_plan(SequenceModel(config, tables), tables, config.optimizer, world, world, "cpu")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("kind", ["adamw", "rowwise_adagrad"])
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_the_parts_of_a_plan_cover_every_table_once(sharding, kind, world):
+    if kind == "rowwise_adagrad" and sharding == "column_wise":
+        return
+    tables = small_tables(sharding, rows=(100, 50, 49))
+    parts = placements(plan_for(tables, world, kind=kind), tables)
+    for table in tables.all:
+        covered = torch.zeros(table.rows, table.dim)
+        for part in (p for p in parts if p.table == table.name):
+            rows = slice(part.first_row, part.first_row + part.rows)
+            covered[rows, part.first_column : part.first_column + part.columns] += 1
+            assert part.sharding == sharding
+            assert part.kernel == ("dense" if kind == "adamw" or sharding == "data_parallel" else "fused")
+            assert (part.rank is None) == (sharding == "data_parallel")
+        assert (covered == 1).all()
+
+
+def test_a_plan_reads_well_and_is_the_same_every_time():
+    tables = small_tables(("row_wise", "data_parallel", "column_wise"))
+    plan = plan_for(tables, 2)
+    assert str(plan) == str(plan_for(tables, 2))
+    head, *lines = describe(plan, tables).splitlines()
+    assert head.split() == ["table", "sharding", "kernel", "process", "rows", "columns", "MiB"]
+    words = [line.split() for line in lines]
+    assert ["item_table", "row_wise", "dense", "0", "0", "..", "11", "0", "..", "7", "0.00"] in words
+    assert ["item_table", "row_wise", "dense", "1", "12", "..", "22", "0", "..", "7", "0.00"] in words
+    assert ["side_action", "data_parallel", "dense", "all", "0", "..", "6", "0", "..", "7", "0.00"] in words
+    assert sum(w[0] == "side_tags" for w in words) == 2
+    plain = json.loads(plan_to_json(plan, tables, 2))
+    assert plain["world_size"] == 2
+    (last,) = [p for p in plain["placements"] if p["table"] == "item_table" and p["rank"] == 1]
+    assert list(last) == ["table", "sharding", "kernel", "rank", "first_row", "first_column", "rows", "columns"]
+    assert list(last.values()) == ["item_table", "row_wise", "dense", 1, 12, 0, 11, 8]
+
+
+# --- what is divided as a table is -----------------------------------------------------------------------------------
+
+
+def check_alike(sharding, rows):
+    """Moments divided like their weights, whole and cut to the first rows, are where they should be."""
+    tables = small_tables(sharding, rows=rows)
+    config = small_config()
+    whole = full_tables(tables)
+    model, _ = sharded_model(config, tables, full_tables(tables))
+    parameters = {name: p for name, p in model.named_parameters() if p.numel()}
+    held = 0
+    for name, weight in table_states(model).items():
+        table = name.split(".")[-2]
+        local = parameters[name].detach().clone() if name in parameters else None
+        moment = like_weight(weight, local)
+        for count in (rows[0] + 9, rows[0], 13, 12, 1):
+            if count > len(whole[table]):
+                continue
+            for value in (weight, moment):
+                cut = clipped(value, count)
+                if not is_sharded(cut):
+                    assert torch.equal(cut, whole[table][:count])
+                    continue
+                assert cut.metadata().size == (count, tables.items.dim)
+                covered = sum(s.shard_sizes[0] * s.shard_sizes[1] for s in cut.metadata().shards_metadata)
+                assert covered == count * tables.items.dim
+                for shard in cut.local_shards():
+                    (row, column), (n, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                    assert torch.equal(shard.tensor, whole[table][row : row + n, column : column + columns])
+                    held += 1
+        if local is not None:  # they alias what they were made from
+            for value in (moment, clipped(moment, 5)):
+                for shard in value.local_shards() if is_sharded(value) else ():
+                    assert shard.tensor.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return held
+
+
+@pytest.mark.parametrize("sharding", [*SHARDINGS, CROWDED])
+def test_moments_are_divided_as_their_weights_are(workers, sharding):
+    rows = CROWDED_ROWS if sharding == CROWDED else (ITEMS + 1, 12, 12)  # equal parts on both processes
+    held = workers(2).run(check_alike, sharding, rows)
+    assert sum(held) or sharding == "data_parallel"
+
+
+def refusal():
+    tables = small_tables("row_wise", rows=(3, 7, 11))
+    try:
+        sharded_model(small_config(), tables, full_tables(tables))
+    except ShardingError as error:
+        return str(error)
+
+
+def test_every_process_refuses_a_plan(workers):
+    assert len(set(workers(4).run(refusal))) == 1
+    assert workers(4).run(refusal)[3].startswith("tables.sharding: item_table has 3 rows")

@@ -1,0 +1,133 @@
+"""The whole way once: a log, a dataset, training on two processes, evaluation, export, new events, a recommendation.
+
+    python -m pipelines.demo [--data PATH/TO/ml-1m] [--directory runs/demo]
+
+Every stage is a command that a person would type; it is shown, run, and timed.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TWO = "torchx run dist.ddp -j 1x2 -m"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is done, and the command that does it."""
+
+    what: str
+    command: str
+
+
+def synthetic_stages(root: Path) -> list[Stage]:
+    """On made-up histories with habits, some beyond 10,000 events."""
+    return [
+        Stage(
+            "make up an event log with daily and weekly habits, and a second one with what comes after it",
+            "python -m pipelines.synthesize --users 3000 --items 500 --median-length 200 --length-sigma 1.5 --oracle "
+            f"--cuts 0.98 --output {root}/log",
+        ),
+        Stage(
+            "sort the log into one history per user",
+            f"python -m pipelines.prepare events --input {root}/log/part-0.parquet --user-column user_id "
+            f"--item-column item_id --time-column timestamp --time-unit s --output {root}/data",
+        ),
+        *training_stages(root, "configs/demo.yaml"),
+        Stage(
+            "bring the export up to date with the second log, touching only the users in it",
+            f"python -m pipelines.refresh --export {root}/export --events {root}/log/part-1.parquet "
+            f"--output {root}/refreshed",
+        ),
+        Stage("recommend to a user", f"python -m pipelines.recommend --export {root}/refreshed --user 17"),
+    ]
+
+
+def movielens_stages(root: Path, source: Path) -> list[Stage]:
+    """On MovieLens-1M as published."""
+    return [
+        Stage(
+            "sort the ratings into one history per user",
+            f"python -m pipelines.prepare ml-1m --input {shlex.quote(str(source))} --output {root}/data",
+        ),
+        *training_stages(root, "configs/ml_1m.yaml", "train.epochs=10"),
+        Stage("recommend to a user", f"python -m pipelines.recommend --export {root}/export --user 1 --exclude-seen"),
+    ]
+
+
+def training_stages(root: Path, config: str, *settings: str) -> list[Stage]:
+    """Training, its curve, what it is worth, and its vectors."""
+    more = " ".join([f"data.path={root}/data", *settings])
+    return [
+        Stage("train on two processes", f"{TWO} pipelines.train -- --config {config} --run-dir {root}/run {more}"),
+        Stage("plot the learning curve", f"python -m pipelines.curve {root}/run"),
+        Stage(
+            "rank every user's last event among all items, beside simple baselines",
+            f"{TWO} pipelines.evaluate -- --run-dir {root}/run",
+        ),
+        Stage(
+            "export items, users, states and an index for retrieval",
+            f"{TWO} pipelines.export -- --run-dir {root}/run --output {root}/export",
+        ),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all stages; the first that fails ends it."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, help="MovieLens-1M as published: its directory, zip or ratings.dat")
+    parser.add_argument("--directory", type=Path, default=Path("runs/demo"), help="everything is written below it")
+    options = parser.parse_args(arguments)
+    directory = options.directory
+    if options.data is not None and not options.data.exists():
+        print(f"{options.data}: no such file or directory", file=sys.stderr)
+        return 1
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    stages = synthetic_stages(directory) if options.data is None else movielens_stages(directory, options.data)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    began, times = time.monotonic(), []
+    for number, stage in enumerate(stages, 1):
+        print(f"\n[{number}/{len(stages)}] {stage.what}\n  $ {stage.command}", flush=True)
+        since = time.monotonic()
+        done = subprocess.run(shlex.split(stage.command), cwd=ROOT, env={**os.environ, "PATH": path}, check=False)
+        times.append(time.monotonic() - since)
+        if done.returncode:
+            print(f"\nthe demo stopped: this command ended with exit code {done.returncode}", file=sys.stderr)
+            return 1
+    print(summary(directory, stages, times, time.monotonic() - began))
+    return 0
+
+
+def summary(directory: Path, stages: Sequence[Stage], times: Sequence[float], total: float) -> str:
+    """What was done, what came out, and what to do next."""
+    lines = ["", f"done in {total / 60:.1f} minutes:"]
+    lines += [
+        f"  {seconds:6.1f} s  {stage.what.partition(',')[0]}" for stage, seconds in zip(stages, times, strict=True)
+    ]
+    trained = json.loads((directory / "run" / "summary.json").read_text())
+    lines += [
+        "",
+        f"trained {trained['step']} steps at {trained['events_per_second']:,} events/s, best {trained['metric']} "
+        f"{trained['best_metric']:.4f}",
+        f"  learning curve  {directory / 'run' / 'curve.png'}",
+        f"  metrics         {directory / 'run' / 'eval-test.json'}",
+        f"  export          {directory / 'export'}",
+        "",
+        "next: your own log: docs/data-format.md; the encoder in your own stack: docs/plug-in.md; serving: "
+        "docs/serving.md",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
