@@ -334,7 +334,7 @@ def test_states_out_of_the_cache_are_made_again(tmp_path):
 
 
 def test_threads_leave_the_states_of_a_sequential_run(tmp_path):
-    assert mixed_operations(tmp_path, operations=200, every=4) > 100
+    assert mixed_operations(tmp_path, operations=100, every=2) > 100
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------------
