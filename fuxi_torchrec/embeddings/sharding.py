@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -303,13 +304,22 @@ _BLOCK = 4096  # rows drawn by one generator
 
 @torch.no_grad()
 def fill_rows(tensor: Tensor, table: str, first_row: int, first_column: int, std: float, seed: int) -> None:
-    """Rows from ``first_row`` on, columns from ``first_column`` on, of an endless normal table."""
+    """Rows from ``first_row`` on, columns from ``first_column`` on, of an endless table.
+
+    Values are normal, within two deviations.
+    """
     rows, columns = tensor.shape
     for block in range(first_row // _BLOCK, -(-(first_row + rows) // _BLOCK)):
         digest = hashlib.sha256(f"{seed}/{table}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         # column by column: a slice of columns does not depend on the table's width
         begin, end = max(first_row, block * _BLOCK), min(first_row + rows, (block + 1) * _BLOCK)
-        drawn = torch.randn(first_column + columns, _BLOCK, generator=generator)
+        drawn = torch.rand(first_column + columns, _BLOCK, generator=generator)
         wanted = drawn[first_column:, begin - block * _BLOCK : end - block * _BLOCK].t()
-        tensor[begin - first_row : end - first_row].copy_(wanted * std)
+        tensor[begin - first_row : end - first_row].copy_(_normal_within(wanted, 2.0) * std)
+
+
+def _normal_within(uniform: Tensor, bound: float) -> Tensor:
+    """Uniform numbers between 0 and 1 to normal ones between −bound and bound."""
+    tail = 0.5 * math.erfc(bound / math.sqrt(2.0))
+    return torch.special.ndtri(tail + uniform.double() * (1.0 - 2.0 * tail)).to(uniform.dtype)
