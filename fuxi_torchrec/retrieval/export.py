@@ -56,7 +56,7 @@ from fuxi_torchrec.serving.bundle import (
 from fuxi_torchrec.serving.histories import Column, Histories, Ragged, bounds_of
 from fuxi_torchrec.serving.parts import Users, part_name, sync, write_histories, write_users
 from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
-from fuxi_torchrec.serving.times import check_time, parse_time, show_time
+from fuxi_torchrec.serving.times import NAMES, PER_SECOND, YEAR, parse_time, show_time
 
 logger = get_logger(__name__)
 
@@ -75,6 +75,7 @@ RULES = {
     "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
 }
 
+_AHEAD = 100  # years after the data's last event that users can be asked at
 _TOKENS = 2**15  # events of a batch on a process
 _STATE_BYTES = 2**27  # of a batch's states, about
 _PART_EVENTS, _PART_USERS = 2**22, 2**16  # of a file of users
@@ -123,16 +124,24 @@ def choose_as_of(run: Loaded, options: ExportOptions) -> int:
     info = run.dataset.info
     if options.as_of is None:
         return info.last_time
-    as_of = check_time(parse_time(options.as_of, info.time_unit), info.last_time, info.time_unit, "--as-of")
-    if as_of < info.first_time:
+    as_of, unit = parse_time(options.as_of, info.time_unit), info.time_unit
+    first, latest = info.first_time, info.last_time + _AHEAD * YEAR * PER_SECOND[unit]
+    if not first <= as_of <= latest:
+        for other, per_second in PER_SECOND.items():
+            if first <= as_of * PER_SECOND[unit] // per_second <= latest:
+                raise ExportError(f"--as-of {as_of} looks like {NAMES[other]}: the data's times are in {NAMES[unit]}")
+        if as_of > latest:
+            raise ExportError(
+                f"--as-of {as_of} is over {_AHEAD} years after the data, whose times are in {NAMES[unit]}"
+            )
         raise ExportError(
-            f"--as-of {as_of} ({show_time(as_of, info.time_unit)}) is before the data's first event, {info.first_time} "
-            f"({show_time(info.first_time, info.time_unit)}): times are in {info.time_unit}"
+            f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's first event, {first} "
+            f"({show_time(first, unit)}): times are in {NAMES[unit]}"
         )
     if as_of < info.last_time and not options.truncate:
         raise ExportError(
-            f"--as-of {as_of} ({show_time(as_of, info.time_unit)}) is before the data's last event, {info.last_time} "
-            f"({show_time(info.last_time, info.time_unit)}): a user is not asked before an event that is known. Give a "
+            f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's last event, {info.last_time} "
+            f"({show_time(info.last_time, unit)}): a user is not asked before an event that is known. Give a "
             "later time, or leave later events out with --truncate"
         )
     return as_of
