@@ -37,7 +37,8 @@ LONGEST = 60.0
 
 
 def settings(data: str) -> list[str]:
-    return [f"data.path={data}", "train.epochs=100", "model.dim=16", f"checkpoint.every_steps={EVERY}"] + [
+    return [
+        *(f"data.path={data}", "train.epochs=100", "model.dim=16", f"checkpoint.every_steps={EVERY}"),
         *(f"train.max_steps={STEPS}", "checkpoint.keep_last=1", "distributed.timeout_seconds=60"),
     ]
 
@@ -137,7 +138,8 @@ def main() -> int:
             process.kill()
         for process in processes:
             process.join()
-        print(json.dumps({"moment": moment, "reached": reached}), flush=True)
+        sys.stdout.write(json.dumps({"moment": moment, "reached": reached}) + "\n")
+        sys.stdout.flush()
     return 0
 
 
