@@ -264,14 +264,14 @@ def report(
     ]
     head = ["processes", "kills", "during a save", "steps repeated, mean", "most", "s to recover, median", "most"]
     text = (
-        f"`python -m benchmarks.faults --kills {wanted}`. {harness.machine()}; load average {load:.1f} at the start.\n\n"
+        f"`python -m benchmarks.faults --kills {wanted}`. {harness.machine()}; load average {load:.1f}.\n\n"
         f"A run of {last} steps, a checkpoint every {EVERY}, launched through TorchX: {wanted} workers killed at random "
         f"moments, moved from {SIZES[0]} processes to {', '.join(map(str, SIZES[1:]))} by SIGTERM and a new launch. "
         "*To recover*: from the kill until a step is trained again; most of it is starting Python and importing "
         f"TorchRec (median {statistics.median(times):.1f} s). The undisturbed run took {seconds:.0f} s.\n\n"
         f"{harness.table([*head, 's to leave'], rows)}\n\n"
-        f"Losses of all {last} steps against the undisturbed run on {SIZES[0]} processes: at most {differ:.1e} apart, the "
-        f"last {final:.1e}.\n\n" + "\n".join(f"* {aim}" for aim in aims)
+        f"Losses of all {last} steps against the undisturbed run on {SIZES[0]} processes: at most {differ:.1e} apart, "
+        f"the last {final:.1e}.\n\n" + "\n".join(f"* {aim}" for aim in aims)
     )
     raw = {"kills": [asdict(kill) for kill in kills], "moves": [asdict(move) for move in moves], "differ": differ}
     harness.publish("faults", "Faults", text, raw)

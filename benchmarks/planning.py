@@ -16,6 +16,7 @@ from benchmarks import harness
 from benchmarks.harness import Aim
 from benchmarks.training import QUIET, peak
 from fuxi_torchrec.config import load_config
+from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.prepare import prepare_synthetic
 from fuxi_torchrec.data.synthetic import SyntheticConfig
 from fuxi_torchrec.worker_group import WorkerGroup
@@ -40,7 +41,7 @@ CASES = (
     ("d = 128, L = 4, 16,384 events", 1, FEW, settings(128, 4, 16384)),
     ("the same, dropout", 1, FEW, settings(128, 4, 16384, 1, "model.dropout=0.1")),
     ("the same, activation checkpointing", 1, FEW, settings(128, 4, 16384, 1, "model.activation_checkpointing=true")),
-    ("a million items, d = 64, L = 2, 2,048 events, adamw", 1, MANY, settings(64, 2, 2048)),
+    ("many items, d = 64, L = 2, 2,048 events, adamw", 1, MANY, settings(64, 2, 2048)),
     ("the same on two processes", 2, MANY, settings(64, 2, 2048, 2)),
     ("the same, rowwise_adagrad", 2, MANY, settings(64, 2, 2048, 2, "optimizer.kind=rowwise_adagrad")),
 )
@@ -56,30 +57,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scratch = Path(tempfile.mkdtemp(prefix="planning-benchmark-"))
     rows, raw, aims = [], {}, []
     try:
-        for items in (FEW, MANY):
-            long = SyntheticConfig(users=24, items=items, median_length=16_400, length_sigma=0.0, max_length=16_400)
+        for items, users, length in ((FEW, 24, 16_400), (MANY, 1200, 2100)):
+            long = SyntheticConfig(users, items=items, median_length=length, length_sigma=0.0, max_length=length)
             prepare_synthetic(long, scratch / str(items))
         for name, processes, items, given in CASES:
             config = load_config(None, [*given, f"data.path={scratch / str(items)}"])
-            expected = estimate(config, described_tables(config, items, {}), Cluster(1, processes, "cpu", 16 * GB))
+            seen = Dataset.open(scratch / str(items)).info.items
+            expected = estimate(config, described_tables(config, seen, {}), Cluster(1, processes, "cpu", 16 * GB))
             with WorkerGroup(processes, timeout_seconds=900) as group:
                 found = group.run(peak, scratch / f"run-{len(rows)}", [*given, f"data.path={scratch / str(items)}"])
             measured = max(each["bytes"] for each in found)
-            raw[name] = {"measured": measured, "parts": expected.memory}
+            raw[name] = {"items": seen, "measured": measured, "parts": expected.memory}
             off = abs(expected.total / measured - 1)
             print(f"{name}: {expected.total / 1e9:.2f} GB expected, {measured / 1e9:.2f} GB found", flush=True)
             shares = [expected.memory[part] for part in ("activations", "libraries")]
-            rows.append([name, processes, *(f"{x / 1e9:.2f}" for x in (expected.total, measured, *shares))])
+            rows.append(
+                [name, processes, f"{seen:,}", *(f"{x / 1e9:.2f}" for x in (expected.total, measured, *shares))]
+            )
             rows[-1].append(f"{100 * (expected.total / measured - 1):+.0f} %")
             aims.append(Aim(f"{name}: off by", off, OFF_AIM, at_most=True))
     finally:
         shutil.rmtree(scratch)
     text = (
-        f"`python -m benchmarks.planning`, float32, one thread a process. {harness.machine()}.\n\nPeak memory of a "
-        "process that trains one history a step, everything included, against the formula of `python -m pipelines.plan` "
+        f"`python -m benchmarks.planning`, float32, one thread each. {harness.machine()}.\n\nPeak memory of a "
+        "process that trains one history a step, everything included, against the formula of `pipelines.plan` "
         "(`fuxi_torchrec/training/planning.py`).\n\n"
     )
-    head = ["run", "processes", "formula, GB", "found, GB", "of it activations", "of it libraries", "off by"]
+    head = ["run", "processes", "items", "formula, GB", "found, GB", "of it activations", "of it libraries", "off by"]
     harness.publish("planning", "Planning memory", text + harness.table(head, rows), raw)
     return harness.conclude(aims)
 
