@@ -64,7 +64,8 @@ class Move:
     before: int
     after: int
     step: int  # saved when asked to stop
-    seconds_to_leave: float
+    seconds_to_save: float  # from SIGTERM until the checkpoint is complete
+    seconds_to_leave: float  # until everything has ended
 
 
 class Run:
@@ -156,10 +157,12 @@ def disturb(run: Run, count: int, draw: random.Random) -> tuple[list[Kill], list
                 break
             began = time.monotonic()
             process.send_signal(signal.SIGTERM)
+            wait((run.path / "preempted").exists, process, run, ended=True)
+            saved = time.monotonic() - began
             wait(lambda: process.poll() is not None, process, run, ended=True)
             left = time.monotonic() - began
             step = json.loads((run.path / "preempted").read_text())["step"]
-            moves.append(Move(processes, SIZES[phase + 1], step, left))
+            moves.append(Move(processes, SIZES[phase + 1], step, saved, left))
             print(moves[-1], flush=True)
     return kills, moves, exit_code
 
@@ -246,6 +249,7 @@ def report(
                 max((kill.repeated for kill in own), default=""),
                 f"{statistics.median(kill.seconds for kill in own):.1f}" if own else "",
                 f"{max(kill.seconds for kill in own):.1f}" if own else "",
+                f"{moves[phase].seconds_to_save:.1f}" if phase < len(moves) else "",
                 f"{moves[phase].seconds_to_leave:.1f}" if phase < len(moves) else "",
             ]
         )
@@ -265,11 +269,11 @@ def report(
     head = ["processes", "kills", "during a save", "steps repeated, mean", "most", "s to recover, median", "most"]
     text = (
         f"`python -m benchmarks.faults --kills {wanted}`. {harness.machine()}; load average {load:.1f}.\n\n"
-        f"A run of {last} steps, a checkpoint every {EVERY}, launched through TorchX: {wanted} workers killed at random "
-        f"moments, moved from {SIZES[0]} processes to {', '.join(map(str, SIZES[1:]))} by SIGTERM and a new launch. "
+        f"A run of {last} steps, a checkpoint every {EVERY}, launched through TorchX: {wanted} workers killed at any "
+        f"moment, moved from {SIZES[0]} processes to {', '.join(map(str, SIZES[1:]))} by SIGTERM and a new launch. "
         "*To recover*: from the kill until a step is trained again; most of it is starting Python and importing "
         f"TorchRec (median {statistics.median(times):.1f} s). The undisturbed run took {seconds:.0f} s.\n\n"
-        f"{harness.table([*head, 's to leave'], rows)}\n\n"
+        f"{harness.table([*head, 's to save when asked to stop', 's to leave'], rows)}\n\n"
         f"Losses of all {last} steps against the undisturbed run on {SIZES[0]} processes: at most {differ:.1e} apart, "
         f"the last {final:.1e}.\n\n" + "\n".join(f"* {aim}" for aim in aims)
     )
