@@ -258,7 +258,7 @@ def report(
         Aim("exit code", exit_code, 0, at_most=True),
         Aim("steps repeated beyond the last complete checkpoint", max(0, extra), 0, at_most=True),
         Aim("difference of the final losses, in 1e-5", final * 1e5, 1.0, at_most=True),
-        Aim("largest difference of the losses of any step, in 1e-5", differ * 1e5, 10.0, at_most=True),
+        Aim("largest difference of the losses of any step, in 1e-5", differ * 1e5, 1.0, at_most=True),
         Aim(
             "seconds from SIGTERM until the job has left",
             max(move.seconds_to_leave for move in moves),
