@@ -3,7 +3,7 @@
     torchx run dist.ddp -m integration_tests.held_training -- --run-dir RUN ...
 
 With a file ``RUN/hold`` that names a step, every process that stands there writes ``RUN/held/RANK`` and waits until
-``RUN/hold`` is gone. A file ``RUN/raise`` names a step at which process 1 raises.
+``RUN/hold`` is gone. ``RUN/raise`` and ``RUN/stuck`` name steps at which process 1 raises, or stands still for good.
 """
 
 import json
@@ -28,6 +28,8 @@ def patch() -> None:
     def held(self, pipeline, feed):
         if number(self.directory.path / "raise") == self.progress.step and self.world.rank == 1:
             raise ValueError("process 1 was told to fail")
+        if number(self.directory.path / "stuck") == self.progress.step and self.world.rank == 1:
+            stand_still()
         hold = self.directory.path / "hold"
         if number(hold) == self.progress.step:
             (hold.parent / "held").mkdir(exist_ok=True)
@@ -41,6 +43,10 @@ def patch() -> None:
         return one_step(self, pipeline, feed)
 
     Trainer._one_step = held
+
+
+def stand_still() -> None:
+    time.sleep(LONGEST)
 
 
 def number(file: Path) -> int | None:

@@ -15,6 +15,7 @@ SETTINGS = [
     *("model.dim=16", "train.epochs=100", f"train.max_steps={STEPS}", f"checkpoint.every_steps={EVERY}"),
     "distributed.timeout_seconds=60",
 ]
+ONCE = "OMP_NUM_THREADS=1,PET_MAX_RESTARTS=0,TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 TRAIN, HELD = "pipelines.train", "integration_tests.held_training"
 pytestmark = pytest.mark.timeout(180)
 
@@ -132,10 +133,22 @@ def test_a_worker_that_raises_ends_the_job_with_exit_code_1_and_its_error_first(
     run_dir, log = tmp_path / "run", tmp_path / "log"
     run_dir.mkdir()
     (run_dir / "raise").write_text("3")
-    once = "OMP_NUM_THREADS=1,PET_MAX_RESTARTS=0,TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    with launched(*ddp(run_dir, data, HELD, "1x2", "--env", once), log=log) as process:
+    with launched(*ddp(run_dir, data, HELD, "1x2", "--env", ONCE), log=log) as process:
         said = finish(process, log, expected=1)
     root_cause = said[said.index("Root Cause") :]
     assert "rank      : 1 " in root_cause
     assert "ValueError: process 1 was told to fail" in root_cause
     assert list(runs.losses(run_dir)) == [1, 2, 3]
+
+
+def test_a_process_that_stands_still_is_an_error_and_shows_where(data, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    run_dir.mkdir()
+    (run_dir / "stuck").write_text("3")
+    command = [str(word).replace("timeout_seconds=60", "timeout_seconds=8") for word in ddp(run_dir, data, HELD)]
+    command[3:3] = ["--env", ONCE]
+    with launched(*command, log=log) as process:
+        said = finish(process, log, expected=1)
+    stuck = [line for line in said.splitlines() if "[1]:" in line and "stand_still" in line]
+    assert stuck, said[-8000:]
+    assert "Timed out waiting 8000ms" in said
