@@ -74,13 +74,20 @@ def _key(table: Table) -> str:
 
 
 def make_plan(
-    model: nn.Module, tables: Tables, optimizer: OptimizerConfig, world_size: int, local_size: int, device_type: str
+    model: nn.Module,
+    tables: Tables,
+    optimizer: OptimizerConfig,
+    world_size: int,
+    local_size: int,
+    device_type: str,
+    memory_bytes: int | None = None,
 ) -> ShardingPlan:
     """TorchRec's plan under the constraints of the config; the same on every process, without talking.
 
     Args:
         model: holds the collections, on any device.
         world_size, local_size: processes, and processes per host.
+        memory_bytes: of a process's device, or its share of the host for "cpu"; TorchRec's own guess if None.
     """
     check_shardable(tables, optimizer, world_size)
     constraints = {
@@ -92,7 +99,12 @@ def make_plan(
         for table in tables.all
     }
     topology = TopologyFactory.create_topology(
-        TrainerConfig(world_size=world_size, local_world_size=local_size),
+        TrainerConfig(
+            world_size=world_size,
+            local_world_size=local_size,
+            hbm_cap_bytes=memory_bytes if device_type != "cpu" else None,
+            ddr_cap_bytes=memory_bytes if device_type == "cpu" else None,
+        ),
         kernel_config=KernelConfig(compute_device=device_type),
     )
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
@@ -137,7 +149,8 @@ def shard(
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     """The model with its tables divided and the rest under DDP: a collective, planned on all processes first."""
     with failing_together("planning the tables' sharding"):
-        plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type)
+        memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else None
+        plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type, memory)
     own = hashlib.sha256(str(plan).encode()).hexdigest()
     everyone: list[str] = [""] * world.size
     dist.all_gather_object(everyone, own)
