@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.data.batches import EventBatch
+from fuxi_torchrec.data.filesystem import read_bytes
 from fuxi_torchrec.distributed import failing_together
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
 from fuxi_torchrec.logging import get_logger
@@ -40,6 +41,7 @@ from fuxi_torchrec.serving.bundle import (
     ITEMS,
     MANIFEST,
     PROGRAMS,
+    SIDES,
     STATES,
     TABLES,
     USERS,
@@ -219,6 +221,7 @@ class _Exporter:
         self._tables()
         model_id = self._model_id()
         items = self._items()
+        self._side_values()
         users, states = self._users(model_id)
         index = self._index(items)
         if self.options.programs:
@@ -335,6 +338,20 @@ class _Exporter:
             sync(self.directory / name)
             self.own_files.append(name)
         return _summed(count)
+
+    def _side_values(self) -> None:
+        """What text values of side features stand for, so that new events can be understood."""
+        dataset, used = self.run.dataset, {side.name for side in self.sides}
+
+        def work() -> None:
+            for name in (side.name for side in dataset.info.sides if side.vocabulary and side.name in used):
+                (self.directory / SIDES).mkdir(exist_ok=True)
+                path = self.directory / SIDES / f"{name}.parquet"
+                path.write_bytes(read_bytes(dataset.file(f"side-{name}.parquet")))
+                sync(path)
+                self.own_files.append(f"{SIDES}/{name}.parquet")
+
+        on_first(self.world, "writing side features", work)
 
     # --- users -------------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,11 @@ def _sides(recommender: serving.Recommender) -> type[BaseModel]:
     """Side features of an event, by name."""
     fields: dict[str, Any] = {}
     for side in recommender.manifest.sides:
-        value = Annotated[int, Field(ge=0, le=recommender.side_rows(side.name) - 1), BeforeValidator(_whole)]
+        rows = recommender.side_rows(side.name)
+        if rows is None:
+            fields[side.name] = (Text | None, None)
+            continue
+        value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]
         fields[side.name] = (list[value], []) if side.multiple else (value, 0)
     return create_model("Sides", __base__=_Strict, **fields)
 
@@ -198,7 +202,7 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
 
         item_id: ItemId
         timestamp: Time = Field(description=f"in {unit} since 1970")
-        sides: Sides | None = Field(None, description="dense indices of side features")
+        sides: Sides | None = Field(None, description="side features")
 
     class RecommendHistory(_Strict):
         """Ask for a history that is not stored."""
@@ -268,7 +272,7 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
         logger.info("everything acknowledged is on disk; stopped")
 
     def plain(sides: BaseModel | None) -> dict[str, Any] | None:
-        return sides.model_dump(exclude_unset=True) if sides is not None else None
+        return sides.model_dump(exclude_none=True, exclude_unset=True) if sides is not None else None
 
     bearer = HTTPBearer(auto_error=False)
 

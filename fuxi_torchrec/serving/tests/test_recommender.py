@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.serving import append_log
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
 from fuxi_torchrec.serving.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
@@ -89,6 +90,28 @@ def test_answers_are_the_models(tmp_path, metric, sides):
         ):
             if len(rows) <= demo.max_length:
                 assert answer.items == expected(tmp_path / "x", demo, rows, last + DAY)[0][:5]
+
+
+def test_text_of_side_features_is_looked_up(tmp_path):
+    demo = replace(DEMO, sides=SIDES, text_sides=("action",))
+    log, last = log_export(tmp_path, demo)
+    user = next(user for user in range(8) if 0 < len(log.of(user)) < 30)
+    with Recommender.load(tmp_path / "x") as recommender:
+        recommender.append([user, user], [1003, 1004], [last] * 2, [{"action": "value-3"}, {"action": "who knows"}])
+        (answer,) = recommender.recommend([user], last, 5)
+        with pytest.raises(ValueError, match="side feature action must be text"):
+            recommender.append([user], [1003], [last], [{"action": 3}])
+    new = [(user, 1003, last, {"action": 3, "tags": []}), (user, 1004, last, {"action": 0, "tags": []})]
+    assert answer.items == expected(tmp_path / "x", demo, log.of(user) + new, last)[0][:5]
+    # the same through refresh, from the log and from a file
+    summary = refresh(tmp_path / "x", tmp_path / "x.log", tmp_path / "y")
+    assert summary.touched_users == 1
+    text = f"user_id,item_id,timestamp,action\n{user},1003,{last},value-3\n{user},1004,{last},\n"
+    (tmp_path / "new.csv").write_text(text)
+    with pytest.raises(DataError, match="no column tags"):
+        refresh(tmp_path / "x", tmp_path / "new.csv", tmp_path / "z")
+    with Recommender.load(tmp_path / "y") as recommender:
+        assert recommender.recommend([user], last, 5)[0].items == answer.items
 
 
 def test_seen_items_are_left_out_exactly(tmp_path):
@@ -311,7 +334,7 @@ def test_states_out_of_the_cache_are_made_again(tmp_path):
 
 
 def test_threads_leave_the_states_of_a_sequential_run(tmp_path):
-    assert mixed_operations(tmp_path, operations=200, every=4) > 100
+    assert mixed_operations(tmp_path, operations=100, every=2) > 100
 
 
 # --- crashes ---------------------------------------------------------------------------------------------------------
