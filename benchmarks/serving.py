@@ -43,7 +43,7 @@ MODEL = {
 }
 ITEMS = 100_000
 STORED, NEW = 5_000, 50
-CLIENTS, REQUESTS = 32, 40  # requests of each client
+CLIENTS, REQUESTS, ROUNDS = 32, 40, 3  # requests of each client
 REFRESH_AIM, CONSTANT_AIM, BATCHING_AIM = 20.0, 1.2, 3.0
 
 
@@ -236,7 +236,7 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
                 else:
                     recommender.recommend([n % users], now + 10**6)
 
-        direct = 64 / harness.seconds(loop, 2)
+        direct = 64 / harness.seconds(loop, 3)
     command = [sys.executable, "-m", "pipelines.serve", "--export", str(bundle.path), "--port", "0", "--threads", "1"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -244,14 +244,21 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
     try:
         arguments = [str(now), str(users)]
         client_load(port, 1, users, *arguments)  # every state is in the cache then
-        one = client_load(port, 1, 4 * REQUESTS, str(now + 10_000), str(users))
-        many = client_load(port, CLIENTS, REQUESTS, str(now + 20_000), str(users))
+        rounds = [
+            [
+                client_load(port, 1, 2 * REQUESTS, str(now + 1_000 * (n + 1)), str(users)),
+                client_load(port, CLIENTS, REQUESTS, str(now + 1_000 * (n + 1) + 500), str(users)),
+            ]
+            for n in range(ROUNDS)
+        ]
     finally:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     with Recommender.load(bundle.path) as recommender:
         kept = recommender.info()["recent_events"]
-    told = one["appended"] + many["appended"] + users // 4
+    told = users // 4 + sum(figures["appended"] for pair in rounds for figures in pair)
+    errors = sum(figures["errors"] for pair in rounds for figures in pair)
+    one, many = (max(each, key=lambda figures: figures["rate"]) for each in zip(*rounds, strict=True))
     rows = []
     for name, figures in (("one after another", one), (f"{CLIENTS} at once", many)):
         rows.append([name, figures["requests"], f"{figures['rate']:.0f}"])
@@ -261,15 +268,15 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
     text = (
         "`python -m pipelines.serve`, clients in a process of their own on the same two cores: three in four requests "
         f"ask (k = 10, every item scored), one in four appends an event and waits for the disk.\n\n{table}\n\n"
-        f"{one['errors'] + many['errors']} errors; {told} events acknowledged, {kept} there after a restart."
+        f"The better of {ROUNDS} rounds each, taken in turn. {errors} errors; {told} events acknowledged, {kept} there after a restart."
     )
     aims = [
         Aim("requests/s of 32 clients over one after another", many["rate"] / one["rate"], BATCHING_AIM),
         Aim("requests/s of 32 clients over a loop of calls without HTTP", many["rate"] / direct, BATCHING_AIM),
-        Aim("errors", one["errors"] + many["errors"], 0, at_most=True),
+        Aim("errors", errors, 0, at_most=True),
         Aim("events lost", told - kept, 0, at_most=True),
     ]
-    return text, aims, {"one": one, "many": many, "direct": direct, "told": told, "kept": kept}
+    return text, aims, {"rounds": rounds, "direct": direct, "told": told, "kept": kept}
 
 
 def client_load(port: str, clients: int, requests: int, *arguments: str) -> dict[str, Any]:
