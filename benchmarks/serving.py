@@ -268,7 +268,8 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
     text = (
         "`python -m pipelines.serve`, clients in a process of their own on the same two cores: three in four requests "
         f"ask (k = 10, every item scored), one in four appends an event and waits for the disk.\n\n{table}\n\n"
-        f"The better of {ROUNDS} rounds each, taken in turn. {errors} errors; {told} events acknowledged, {kept} there after a restart."
+        f"The better of {ROUNDS} rounds each, taken in turn. {errors} errors; {told} events acknowledged, {kept} there "
+        "after a restart."
     )
     aims = [
         Aim("requests/s of 32 clients over one after another", many["rate"] / one["rate"], BATCHING_AIM),
