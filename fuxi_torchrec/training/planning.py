@@ -21,7 +21,7 @@ from fuxi_torchrec.training.trainer import DEFAULT_TOKENS
 GB = 10**9
 FLOAT, INT = 4, 8
 USABLE = 0.9  # of the memory: allocators and communication need the rest
-_PROCESS = {"cpu": 0.45 * GB, "cuda": 1.0 * GB}  # libraries; a CUDA context and NCCL by their usual size
+_PROCESS = {"cpu": 0.55 * GB, "cuda": 1.0 * GB}  # libraries; a CUDA context and NCCL by their usual size
 _BACKWARD = 16  # widths an event, in flight in a block's backward pass
 
 
