@@ -121,8 +121,8 @@ def evaluation(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
         f"Exact ranks of {USERS} users among {items:,} items, d = {DIM}, each process with its part of the item table "
         "and of the catalogue. *tables*: their bytes on a process; *memory taken*: growth of its resident memory from "
         "before the checkpoint is read until it can rank, everything included. Scoring is all that `Catalogue.ranks` "
-        "does, exchange and counting included; *filtered* leaves 500 seen items out of each user's candidates. Per process, "
-        "the slowest, against a 2048 x 2048 product measured in turn."
+        "does, exchange and counting included; *filtered* leaves 500 seen items out of each user's candidates. Per "
+        "process, the slowest, against a 2048 x 2048 product measured in turn."
     )
     ratio = max(each["tables"] for each in found[2]) / max(each["tables"] for each in found[1])
     aims = [
