@@ -19,6 +19,7 @@ Ints = NDArray[np.int64]
 EXACT_ITEMS = 200_000  # a larger catalogue is searched approximately
 NEAREST = 100  # recall of so many
 _LINKS, _BUILD_EFFORT, _SEARCH_EFFORT = 32, 40, 256  # HNSW's M, efConstruction, efSearch
+_SCORED = 2**13  # items compared with all queries at once
 _TRAINING = 2**17  # vectors from which int8 learns its ranges
 
 
@@ -92,12 +93,14 @@ def sample_queries(users: Sequence[Path], count: int, dim: int) -> Vectors:
 
 
 def nearest_scores(paths: Sequence[Path], queries: Vectors, k: int) -> Vectors:
-    """(n, k) best scores of each query, falling: exact search, a row group at a time."""
+    """(n, k) best scores of each query, falling: exact search, some items at a time."""
     best = np.full((len(queries), 0), -np.inf, np.float32)
     for vectors, _ in read_vectors(paths):
-        both = np.concatenate([best, queries @ vectors.T], axis=1)
-        kept = min(k, both.shape[1])
-        best = -np.partition(-both, kept - 1, axis=1)[:, :kept]
+        for begin in range(0, len(vectors), _SCORED):
+            both = np.concatenate([best, queries @ vectors[begin : begin + _SCORED].T], axis=1)
+            kept = min(k, both.shape[1])
+            both.partition(both.shape[1] - kept, axis=1)
+            best = both[:, -kept:].copy()
     return -np.sort(-best, axis=1)
 
 
