@@ -81,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = (
         f"`python -m benchmarks.planning`, float32, one thread each. {harness.machine()}.\n\nPeak memory of a "
         "process that trains one history a step, everything included, against the formula of `pipelines.plan` "
-        "(`fuxi_torchrec/training/planning.py`).\n\n"
+        "(`fuxi_torchrec/training/planning.py`). What a block keeps is counted from saved tensors, what is "
+        "in flight comes from the encoder's benchmark (b), and the 0.55 GB of libraries was set after a first round of "
+        "these runs (0.45 had given -23 % to 0 %).\n\n"
     )
     head = ["run", "processes", "items", "formula, GB", "found, GB", "of it activations", "of it libraries", "off by"]
     harness.publish("planning", "Planning memory", text + harness.table(head, rows), raw)
