@@ -132,6 +132,29 @@ class BatchMaker:
             pieces.append(_Piece(number, block, rows[has], begin, target[has], order[chosen][has]))
         return _only_last_targets(self._join(pieces, None, None, True))
 
+    def histories(self, users: Ints, max_length: int, until: int | None = None) -> tuple[EventBatch, Ints]:
+        """The last events of each user, whatever the split; and how many came before them.
+
+        Users without events are left out. Nothing is a target; the request times are those of the last events.
+
+        Args:
+            users: rows.
+            max_length: events of each, at most.
+            until: later events are left out; None for none.
+        """
+        pieces, before = [], [np.zeros(0, np.int64)]
+        order = np.sort(users)
+        for number, block, rows, chosen in self._blocks(order):
+            first, end = block.offsets[rows], block.offsets[rows + 1]
+            stop = end - first
+            if until is not None:
+                late = np.concatenate([[0], np.cumsum(block.times > until)])
+                stop = stop - (late[end] - late[first])  # times rise within a history
+            begin = np.maximum(stop - max_length, 0)
+            pieces.append(_Piece(number, block, rows, begin, stop, order[chosen]))
+            before.append(begin[stop > 0])
+        return self._join(pieces, None, None, True, targets=False), np.concatenate(before)
+
     def _bounds(self, block: Block) -> Bounds:
         """The split of a block's users, kept with the block."""
         if self.split not in block.kept:
@@ -175,11 +198,18 @@ class BatchMaker:
             found.append((number, self.reader.block(number), rows, slice(a, b)))
         return found
 
-    def _join(self, pieces: "list[_Piece]", epoch: int | None, end: Position | None, ends_step: bool) -> EventBatch:
+    def _join(
+        self,
+        pieces: "list[_Piece]",
+        epoch: int | None,
+        end: Position | None,
+        ends_step: bool,
+        targets: bool = True,
+    ) -> EventBatch:
         pieces = [piece.without_empty() for piece in pieces]
         pieces = [piece for piece in pieces if len(piece.rows)]
         none = np.zeros(0, np.int64)
-        items, targets, weights, times, requests, lengths, users = ([none] for _ in range(7))
+        items, goals, weights, times, requests, lengths, users = ([none] for _ in range(7))
         sides: dict[str, list[tuple[Ints, Ints | None]]] = {name: [] for name in self.reader.sides}
         for piece in pieces:
             block = piece.block
@@ -191,12 +221,15 @@ class BatchMaker:
                 position = (index - np.repeat(first, piece.stop - piece.begin)).astype(np.uint64)
                 draw = mix(self.items.seed, epoch, row, position)
             items.append(self.items.inputs(block.items[index], draw))
-            goal = np.where(self.items.known[block.items[index + 1]], block.items[index + 1], 0)
-            targets.append(goal)
-            weight = np.ones(len(index), np.float32) if block.weights is None else block.weights[index + 1]
+            if targets:
+                goal = np.where(self.items.known[block.items[index + 1]], block.items[index + 1], 0)
+                weight = np.ones(len(index), np.float32) if block.weights is None else block.weights[index + 1]
+            else:
+                goal, weight = np.zeros_like(index), np.zeros(len(index), np.float32)
+            goals.append(goal)
             weights.append(np.where(goal > 0, weight, 0))
             times.append(block.times[index])
-            requests.append(block.times[first + piece.stop])
+            requests.append(block.times[first + piece.stop - (0 if targets else 1)])
             lengths.append(piece.stop - piece.begin)
             users.append(piece.users)
             for name, parts in sides.items():
@@ -208,7 +241,7 @@ class BatchMaker:
                     parts.append((side.values[inner], side.offsets[index + 1] - side.offsets[index]))
         return EventBatch(
             items=_tensor(items),
-            targets=_tensor(targets),
+            targets=_tensor(goals),
             target_weights=torch.from_numpy(np.concatenate(weights).astype(np.float32)),
             timestamps=_tensor(times),
             request_timestamps=_tensor(requests),

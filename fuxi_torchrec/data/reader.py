@@ -148,6 +148,16 @@ class Reader:
         ids: list[Any] = self._column(file, group, USER).to_pylist()
         return ids
 
+    def ids_of(self, users: NDArray[np.int64]) -> pa.Array:
+        """Raw ids of some users, by their rows in rising order."""
+        numbers = np.searchsorted(self.first_user, users, side="right") - 1
+        type_ = self._file(0).schema_arrow.field(USER).type if self.groups else pa.int64()
+        parts = [pa.array([], type_)]
+        for number in np.unique(numbers).tolist():
+            rows, (file, group) = users[numbers == number] - self.first_user[number], self.groups[number]
+            parts.append(self._column(file, group, USER).take(pa.array(rows)).cast(type_))
+        return pa.concat_arrays(parts)
+
     def _file(self, number: int) -> Any:
         if number not in self._files:
             path = self.dataset.file(self.dataset.info.files[number].name)

@@ -163,10 +163,7 @@ class FuXiLinearEncoder(nn.Module):
         """Each user at a time: (B, D), zero for users without events. The state is unchanged."""
         self._check_serving(state)
         checks.times("request_timestamps", request_timestamps, len(state), self.positions.device)
-        step, rows = self._step(state, request_timestamps), state.pending
-        for block, memory in zip(self.layers, state.memory, strict=True):
-            rows, _ = block.read(rows, step, memory)
-        return rows * (state.count > 0).unsqueeze(1)
+        return self._query(state, request_timestamps)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +190,13 @@ class FuXiLinearEncoder(nn.Module):
         return Step(
             position, ticks, *temporal_vectors(self.config, state.pending_time, next_time_B, state.pending.dtype)
         )
+
+    def _query(self, state: EncoderState, time_B: Tensor) -> Tensor:
+        """The last block's output of the pending events, asked at a time."""
+        step, rows = self._step(state, time_B), state.pending
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            rows, _ = block.read(rows, step, memory)
+        return rows * (state.count > 0).unsqueeze(1)
 
     def _append_one(self, state: EncoderState, rows: Tensor, time_B: Tensor) -> EncoderState:
         """One new event for every user: commit the pending one with its real successor, then wait with the new one."""

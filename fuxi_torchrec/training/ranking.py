@@ -1,7 +1,7 @@
 """Exact ranks of targets among all candidates, each process scoring its own part of the catalogue.
 
 A target's rank is 1 plus the number of other candidates with a strictly higher score: ties count for the target. An
-unknown target has no rank and counts as a miss.
+unknown target has no rank and counts as a miss. Scores are float32 matrix products.
 """
 
 from collections.abc import Sequence
@@ -9,15 +9,23 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuxi_torchrec.distributed import World
+from fuxi_torchrec.distributed import World, failing_together
 from fuxi_torchrec.embeddings.rows import item_rows
 from fuxi_torchrec.training.loss import Metric, scaled_items
 
 CUTS = (1, 5, 10, 50, 200)
-_SCORES = 2**20  # held at a time
 UNRANKED = torch.iinfo(torch.int64).max
+
+# Users and items of a block of scores. On a CPU a block is a megabyte: it is written and counted in the cache.
+_BLOCK = {"cpu": (256, 1024)}
+_BLOCK_ELSEWHERE = (1024, 2**16)
+# Rows of a matrix product, at least: products with a single row are computed another way, round differently, and would
+# break ties.
+_LEAST = 16
+_TARGETS = 64  # targets' scores are the diagonal of a product of so many rows
 
 
 @dataclass
@@ -52,48 +60,80 @@ class Catalogue:
     def __init__(self, items: nn.Module, candidates: Tensor, dim: int, metric: Metric, world: World) -> None:
         share = -(-len(candidates) // world.size)
         self.ids = candidates[share * world.rank : share * (world.rank + 1)]
-        self.rows_ND = scaled_items(item_rows(items, self.ids, dim, world.device), metric)
         self.metric, self.world = metric, world
-        self._column = torch.full((int(candidates.max()) + 1 if len(candidates) else 1,), -1, dtype=torch.int64)
-        self._column[self.ids] = torch.arange(len(self.ids))
-        self._users_at_once = max(1, _SCORES // max(1, share))
+        # filled up with the row of unknown items, which is never counted
+        self.rows_ND = item_rows(items, F.pad(self.ids, (0, -len(self.ids) % _LEAST)), dim, world.device)
+        with failing_together("reading the catalogue"):
+            for part in self.rows_ND.split(2**16):
+                part.copy_(scaled_items(part, metric))
+                if not part.isfinite().all():
+                    raise ValueError("the item table holds values that are not finite: it cannot rank anything")
+        self._users, self._items = _BLOCK.get(world.device.type, _BLOCK_ELSEWHERE)
 
     @torch.no_grad()
     def ranks(self, queries: Queries) -> tuple[Tensor, Tensor]:
         """Ranks of all processes' targets in the order of the processes, and how many of them are each process's."""
         everyone = _gather_queries(queries, self.world)
-        vectors = scaled_items(everyone.vectors, self.metric)
-        assert everyone.seen_lengths is not None
-        starts = torch.cat([torch.zeros(1, dtype=torch.int64), everyone.seen_lengths.cumsum(0)])
-        better = torch.empty(len(vectors), dtype=torch.int64)
-        for begin in range(0, len(vectors), self._users_at_once):
-            part = slice(begin, begin + self._users_at_once)
-            end = min(part.stop, len(vectors))
-            seen = everyone.seen[starts[begin] : starts[end]]
-            owner = torch.repeat_interleave(torch.arange(end - begin), everyone.seen_lengths[part])
-            better[part] = self._better(vectors[part], everyone.targets[part], seen, owner)
+        users = len(everyone.targets)
+        if not everyone.vectors.isfinite().all():
+            raise ValueError("the encoder's outputs hold values that are not finite: they cannot be ranked")
+        vectors_BD = F.pad(scaled_items(everyone.vectors, self.metric), (0, 0, 0, -users % _LEAST))
+        wanted_B = F.pad(self._target_scores(vectors_BD, everyone.targets), (0, -users % _LEAST), value=torch.inf)
+        # neither the target nor what the user has seen may come before the target
+        owner = torch.repeat_interleave(torch.arange(users), everyone.seen_lengths)
+        owner = torch.cat([torch.arange(users), owner])
+        column = self._columns(torch.cat([everyone.targets, everyone.seen]))
+        block = torch.where(column >= 0, owner // self._users, -1)
+        better = torch.zeros(users, dtype=torch.int64)
+        for number, begin in enumerate(range(0, users, self._users)):
+            part = slice(begin, begin + self._users)
+            left_out = torch.nonzero(block == number).squeeze(1)
+            found = self._better(vectors_BD[part], wanted_B[part], column[left_out], owner[left_out] - begin)
+            better[part] = found[: users - begin]
         dist.all_reduce(better)
         return torch.where(everyone.targets > 0, better + 1, UNRANKED), everyone.counts
 
-    def _better(self, vectors_BD: Tensor, targets: Tensor, seen: Tensor, owner: Tensor) -> Tensor:
-        """(B,) candidates of this process that score higher than the target; the targets' scores are exchanged."""
-        scores_BN = vectors_BD @ self.rows_ND.t()
-        columns = self._columns(targets)
-        own = torch.nonzero(columns >= 0).squeeze(1)
-        target_scores = scores_BN.new_zeros(len(targets))
-        target_scores[own] = scores_BN[own, columns[own]]
-        host = target_scores.cpu()
-        dist.all_reduce(host)
-        if len(seen):
-            columns_seen = self._columns(seen)
-            drop = (columns_seen >= 0) & (seen != targets[owner])
-            scores_BN[owner[drop], columns_seen[drop]] = -torch.inf
-        return (scores_BN > host.to(scores_BN.device).unsqueeze(1)).sum(1).cpu()
+    def _target_scores(self, vectors_BD: Tensor, targets: Tensor) -> Tensor:
+        """(B,) scores of the targets, each computed where the item is, by a matrix product like all others."""
+        column = self._columns(targets)
+        own = torch.nonzero(column >= 0).squeeze(1)
+        scores = torch.zeros(len(targets))
+        for users in own.split(_TARGETS):
+            filled = F.pad(users, (0, -len(users) % _LEAST))
+            rows, vectors = (x[i.to(x.device)] for x, i in ((self.rows_ND, column[filled]), (vectors_BD, filled)))
+            scores[users] = torch.mm(rows, vectors.t().contiguous()).diagonal()[: len(users)].cpu()
+        dist.all_reduce(scores)
+        return scores.to(vectors_BD.device)
+
+    def _better(self, vectors_BD: Tensor, wanted_B: Tensor, column: Tensor, owner: Tensor) -> Tensor:
+        """(B,) candidates of this process that score higher than the target.
+
+        Args:
+            wanted_B: the targets' scores.
+            column, owner: candidates that do not count, and for which user.
+        """
+        count, vectors_DB = wanted_B.new_zeros(len(wanted_B), dtype=torch.float64), vectors_BD.t().contiguous()
+        buffer = vectors_BD.new_empty(self._items, len(wanted_B))
+        order = torch.argsort(column)
+        column, owner = column[order], owner[order]
+        begins = range(0, len(self.ids), self._items)
+        bounds = torch.searchsorted(column, torch.tensor([*begins, len(self.ids)])).tolist()
+        for number, begin in enumerate(begins):
+            rows = self.rows_ND[begin : begin + self._items]
+            scores = torch.mm(rows, vectors_DB, out=buffer[: len(rows)])[: len(self.ids) - begin]
+            some = slice(bounds[number], bounds[number + 1])
+            if some.stop > some.start:
+                where = (column[some] - begin).to(scores.device), owner[some].to(scores.device)
+                scores.index_put_(where, scores.new_tensor(-torch.inf))
+            count += scores.gt_(wanted_B).sum(0)  # in place: a mask of its own takes longer
+        return count.long().cpu()
 
     def _columns(self, ids: Tensor) -> Tensor:
         """Where this process holds each item, −1 if it does not."""
-        inside = ids < len(self._column)
-        return torch.where(inside, self._column[torch.where(inside, ids, 0)], -1)
+        if not len(self.ids):
+            return torch.full_like(ids, -1)
+        place = torch.searchsorted(self.ids, ids).clamp(max=len(self.ids) - 1)
+        return torch.where(self.ids[place] == ids, place, -1)
 
 
 @dataclass
@@ -138,25 +178,32 @@ class Metrics:
     """Hit rate, NDCG and MRR of ranks, summed up as they come."""
 
     def __init__(self) -> None:
-        self.users = self.unknown = 0
-        self._hits = dict.fromkeys(CUTS, 0.0)
-        self._gains = dict.fromkeys(CUTS, 0.0)
-        self._reciprocal = 0.0
+        # users, unknown targets, sum of 1/rank; hits of every cut; gains of every cut
+        self._sums = torch.zeros(3 + 2 * len(CUTS), dtype=torch.float64)
 
     def add(self, ranks: Tensor) -> None:
         """Ranks from 1; UNRANKED is a miss."""
         known = ranks[ranks != UNRANKED].double()
-        self.users += len(ranks)
-        self.unknown += len(ranks) - len(known)
         gains = 1.0 / torch.log2(known + 1.0)
-        for k in CUTS:
-            self._hits[k] += float((known <= k).sum())
-            self._gains[k] += float(gains[known <= k].sum())
-        self._reciprocal += float((1.0 / known).sum())
+        within = [known <= k for k in CUTS]
+        self._sums += torch.stack(
+            [
+                torch.tensor(float(len(ranks))),
+                torch.tensor(float(len(ranks) - len(known))),
+                (1.0 / known).sum(),
+                *(mask.sum() for mask in within),
+                *(gains[mask].sum() for mask in within),
+            ]
+        )
+
+    def add_peers(self) -> None:
+        """Add what the other processes have: a collective."""
+        dist.all_reduce(self._sums)
 
     def result(self) -> dict[str, float]:
         """Means over all users, unknown targets included as misses."""
-        users = max(1, self.users)
-        found = {f"hr@{k}": value / users for k, value in self._hits.items()}
-        found |= {f"ndcg@{k}": value / users for k, value in self._gains.items()}
-        return {**found, "mrr": self._reciprocal / users, "users": self.users, "unknown_targets": self.unknown}
+        users, unknown, reciprocal, *rest = self._sums.tolist()
+        means = [value / max(1.0, users) for value in rest]
+        found = {f"hr@{k}": value for k, value in zip(CUTS, means, strict=False)}
+        found |= {f"ndcg@{k}": value for k, value in zip(CUTS, means[len(CUTS) :], strict=True)}
+        return {**found, "mrr": reciprocal / max(1.0, users), "users": int(users), "unknown_targets": int(unknown)}

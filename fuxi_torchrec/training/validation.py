@@ -12,7 +12,7 @@ from torch import Tensor
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.data.splits import Part
 from fuxi_torchrec.distributed import World, failing_together
-from fuxi_torchrec.embeddings.inputs import Candidates, agree, make_input
+from fuxi_torchrec.embeddings.inputs import Candidates, ModelInput, agree, make_input
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.tables import Tables
 from fuxi_torchrec.training.loss import Metric
@@ -21,6 +21,7 @@ from fuxi_torchrec.training.ranking import Catalogue, Metrics, Queries
 
 Ints = NDArray[np.int64]
 
+EVERYTHING = 2**62  # events: no history is longer
 _TOKENS = 2**15  # events of a batch on a process
 
 
@@ -55,6 +56,16 @@ def _by_tokens(users: Ints, lengths: Ints, tokens: int) -> list[Ints]:
 @torch.no_grad()
 def user_vectors(model: ShardedModel, batch: EventBatch, tables: Tables, request: Tensor | None = None) -> Tensor:
     """(B, D) each user at the request time: a collective."""
+    rows, ready = event_rows(model, batch, tables)
+    if request is not None:
+        ready.request_timestamps = request.to(model.device)
+    encoded: Tensor = model.module.head.encode(rows, ready)
+    return encoded.index_select(0, (batch.offsets[1:] - 1).to(model.device))
+
+
+@torch.no_grad()
+def event_rows(model: ShardedModel, batch: EventBatch, tables: Tables) -> tuple[Tensor, ModelInput]:
+    """(T, D) rows of the events as the encoder takes them, and the batch beside them: a collective."""
     module = model.module
     assert isinstance(module, SequenceModel)
     given = make_input(
@@ -66,11 +77,8 @@ def user_vectors(model: ShardedModel, batch: EventBatch, tables: Tables, request
     )
     (ready,) = agree([given], tables.needs_equal_bags)
     ready = ready.to(model.device)
-    if request is not None:
-        ready.request_timestamps = request.to(model.device)
     sides = None if module.sides is None else module.sides(ready.sides).to_dict()
-    rows = module.head.event_rows(module.items(ready.items).values(), sides, ready)
-    return module.head.encode(rows, ready).index_select(0, (batch.offsets[1:] - 1).to(model.device))
+    return module.head.event_rows(module.items(ready.items).values(), sides, ready), ready
 
 
 def sample_users(count: int, wanted: int | None, seed: int) -> Ints:
@@ -119,8 +127,10 @@ def validate(
             request = batch.timestamps[last] if request_time == "last" else None
             vectors = user_vectors(model, batch, tables, request)
             queries = Queries(vectors, batch.targets[last])
-            if filter_seen:
-                queries.seen, queries.seen_lengths = batch.items, batch.offsets.diff()
+            if filter_seen:  # everything before the target, not only what the encoder is given
+                with failing_together("reading whole histories"):
+                    whole = maker.evaluation(batch.users.numpy(), part, EVERYTHING)
+                queries.seen, queries.seen_lengths = whole.items, whole.offsets.diff()
             metrics.add(catalogue.ranks(queries)[0])
         return metrics.result()
     finally:

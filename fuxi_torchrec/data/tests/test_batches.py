@@ -264,3 +264,27 @@ def test_workers_share_the_cache(dataset, monkeypatch):
     monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(dataset=steps, num_workers=3))
     loading._share_cache(0)
     assert own.maker.reader.cache_bytes == before // 3
+
+
+@pytest.mark.parametrize("until", [None, 1_600_005_000])
+@pytest.mark.parametrize("max_length", [1, 5, 99])
+def test_histories_are_the_last_events_whatever_the_split(tmp_path, until, max_length):
+    histories = random_histories(3, 20, 12)
+    reader = Reader(make_dataset(tmp_path / "set", histories, 50, side="single"), ["action"])
+    known = np.arange(51) % 5 > 0
+    batch, before = BatchMaker(reader, LeaveOneOut(), Items(known)).histories(np.arange(20), max_length, until)
+    ids = reader.ids_of(batch.users.numpy()).to_pylist()
+    expected = []
+    for user, (items, times) in enumerate(histories):
+        keep = times <= (2**62 if until is None else until)
+        if keep.any():
+            expected.append((user * 10, items[keep], times[keep]))
+    assert ids == [user for user, *_ in expected]
+    for n, (_, items, times) in enumerate(expected):
+        own = slice(int(batch.offsets[n]), int(batch.offsets[n + 1]))
+        assert batch.items[own].tolist() == [i if known[i] else 0 for i in items[-max_length:]]
+        assert batch.timestamps[own].tolist() == times[-max_length:].tolist()
+        assert batch.sides["action"].values[own].tolist() == (items[-max_length:] % 4).tolist()
+        assert int(batch.request_timestamps[n]) == times[-1]
+        assert before[n] == max(len(items) - max_length, 0)
+    assert not batch.target_weights.any() and not batch.targets.any()

@@ -40,12 +40,12 @@ def queries_of(rank, users, candidates, filtered, integers=True):
     return found
 
 
-def ranks_here(sharding, users, candidates, filtered, metric="dot", integers=True, scores=None):
+def ranks_here(sharding, users, candidates, filtered, metric="dot", integers=True, block=None):
     tables = small_tables(sharding, rows=(ROWS, 7, 11))
     values = {t.name: table(integers) if t.rows == ROWS else torch.zeros(t.rows, DIM) for t in tables.all}
     model, _ = sharded_model(small_config(), tables, values)
-    before = ranking._SCORES
-    ranking._SCORES = scores or before
+    before = dict(ranking._BLOCK)
+    ranking._BLOCK["cpu"] = block or before["cpu"]
     try:
         catalogue = Catalogue(model.module.items, candidates, DIM, metric, here())
         mine = queries_of(dist.get_rank(), users, candidates, filtered, integers)
@@ -53,7 +53,7 @@ def ranks_here(sharding, users, candidates, filtered, metric="dot", integers=Tru
         again, _ = catalogue.ranks(mine)  # a catalogue is used many times
         assert torch.equal(first, again)
     finally:
-        ranking._SCORES = before
+        ranking._BLOCK.update(before)
     return first.tolist(), counts.tolist(), catalogue.ids.tolist()
 
 
@@ -81,16 +81,16 @@ def counted(world, users, candidates, filtered, metric="dot", integers=True):
 def test_ranks_are_those_of_counting(workers, world, filtered):
     every = torch.arange(1, ROWS)
     some = every[every % 3 > 0]
-    for candidates, users, scores in (
+    for candidates, users, block in (
         (every, USERS["uneven"], None),
-        (some, USERS["uneven"], 64),  # a few users at a time
+        (some, USERS["uneven"], (16, 7)),  # a few users and items at a time
         (some, USERS["one"], None),
         (some, USERS["none"], None),
         (torch.tensor([4, 8, 9]), USERS["first"], None),  # fewer than processes
         (torch.tensor([8]), USERS["uneven"], None),
     ):
         expected = counted(world, users, candidates, filtered)
-        results = workers(world).run(ranks_here, "row_wise", users, candidates, filtered, scores=scores)
+        results = workers(world).run(ranks_here, "row_wise", users, candidates, filtered, block=block)
         for ranks, counts, _ in results:
             assert ranks == expected
             assert counts == list(users[:world])

@@ -1,0 +1,180 @@
+"""What a Recommender was told since its export: a file to which every event is added before it is acknowledged.
+
+The file is a line of JSON about itself, then records: length, its complement and crc32 (uint32 each, little-endian) of
+the JSON that follows, either ``{"events": [[user, item, time], ...]}`` or ``{"forget": [user, ...]}``. A record that
+was being written when the machine stopped is at the end, was never acknowledged, and is cut off.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.serving.bundle import ExportError
+
+logger = get_logger(__name__)
+
+VERSION = 1
+LOG_FILE, LOCK_FILE = "events.log", "lock"
+_HEAD = struct.Struct("<III")
+_BITS = 2**32 - 1
+
+Record = dict[str, list[Any]]
+
+
+@dataclass(frozen=True)
+class LogContent:
+    """A log as it was found: what it says of itself, its records, and where they end."""
+
+    about: dict[str, Any]
+    records: list[Record]
+    end: int
+    size: int
+
+
+def read_log(directory: Path) -> LogContent:
+    """Everything whole in a log. Damage before the end is an error: events that were acknowledged would be lost."""
+    path = directory / LOG_FILE
+    data = path.read_bytes()
+    line_end = data.find(b"\n")
+    try:
+        about = json.loads(data[:line_end])
+        version = about["version"]
+    except (ValueError, KeyError, TypeError):
+        raise ExportError(f"{path}: not an append log, or its first line is damaged: move it away") from None
+    if version != VERSION:
+        raise ExportError(f"{path}: log of version {version}, this software reads {VERSION}")
+    at, records = line_end + 1, list[Record]()
+    while len(data) - at >= _HEAD.size:
+        length, complement, crc = _HEAD.unpack_from(data, at)
+        sound = length ^ complement == _BITS
+        end = at + _HEAD.size + length if sound else at
+        payload = data[at + _HEAD.size : end]
+        if not sound or len(payload) < length or zlib.crc32(payload) != crc:
+            if data[end:].strip(b"\0"):  # a file that grew before its pages were written ends in zeros
+                raise ExportError(
+                    f"{path}: the record at byte {at} of {len(data)} is damaged, and there is more after it: restore "
+                    f"the file, or cut it there (truncate -s {at}) and give up what follows"
+                )
+            break
+        records.append(json.loads(payload))
+        at = end
+    return LogContent(about, records, at, len(data))
+
+
+def _packed(record: Record) -> bytes:
+    payload = json.dumps(record, separators=(",", ":")).encode()
+    return _HEAD.pack(len(payload), len(payload) ^ _BITS, zlib.crc32(payload)) + payload
+
+
+class AppendLog:
+    """The log of one Recommender; only one may hold a directory at a time.
+
+    Args:
+        directory: is made if need be.
+        about: of the export, for a new log.
+    """
+
+    def __init__(self, directory: Path, about: dict[str, Any]) -> None:
+        self.directory, self.path = directory, directory / LOG_FILE
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lock_file = (directory / LOCK_FILE).open("a")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock_file.close()
+            raise ExportError(
+                f"{directory}: another process is appending to this log: one Recommender at a time, or read_only=True"
+            ) from None
+        self._failed: str | None = None
+        self._file = -1
+        try:
+            if not self.path.exists():
+                self._create(about, [])
+            self.content = read_log(directory)
+            self._file = os.open(self.path, os.O_RDWR)
+            if self.content.end < self.content.size:
+                lost = self.content.size - self.content.end
+                logger.warning("%s: %d bytes of an unfinished record cut off at the end", self.path, lost)
+                os.ftruncate(self._file, self.content.end)
+                os.fsync(self._file)
+        except BaseException:
+            self.close()
+            raise
+        self._written = self._synced = self.content.end
+        self._sync_lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return self._written
+
+    def write(self, record: Record) -> int:
+        """Add a record; one caller at a time. What is returned is for :meth:`sync`."""
+        if self._failed is not None:
+            raise ExportError(self._failed)
+        data = _packed(record)
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._file, data[done:], self._written + done)
+        except OSError as error:
+            with contextlib.suppress(OSError):  # a full disk: the part that was written is taken back
+                os.ftruncate(self._file, self._written)
+            raise ExportError(f"{self.path}: cannot be written, nothing was appended: {error.strerror}") from None
+        self._written += len(data)
+        return self._written
+
+    def sync(self, position: int) -> None:
+        """Wait until a record is on disk; callers that wait together share one fsync."""
+        if self._synced >= position:
+            return
+        with self._sync_lock:
+            if self._failed is not None:
+                raise ExportError(self._failed)
+            if self._synced >= position:
+                return
+            reached = self._written
+            try:
+                os.fdatasync(self._file)
+            except OSError as error:
+                self._failed = f"{self.path}: the disk failed ({error.strerror}); appending is over until a restart"
+                raise ExportError(self._failed) from None
+            self._synced = reached
+
+    def rewrite(self, about: dict[str, Any], records: Iterable[Record]) -> None:
+        """Replace the whole log, at once."""
+        self._create(about, records)
+        os.close(self._file)
+        self._file = os.open(self.path, os.O_RDWR)
+        self._written = self._synced = os.fstat(self._file).st_size
+
+    def _create(self, about: dict[str, Any], records: Iterable[Record]) -> None:
+        aside = self.directory / f".{LOG_FILE}.new"
+        with aside.open("wb") as file:
+            file.write(json.dumps({"version": VERSION, **about}).encode() + b"\n")
+            for record in records:
+                file.write(_packed(record))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, self.path)
+        handle = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def close(self) -> None:
+        """Let go of the directory; everything acknowledged is on disk already."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+        self._lock_file.close()

@@ -1,0 +1,147 @@
+"""The items of an export: raw ids, dense indices, and the search for those that score best."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.serving.bundle import INDEX, ITEMS, Bundle, ExportError
+from fuxi_torchrec.serving.histories import Ints
+from fuxi_torchrec.serving.parts import combined, read_table
+
+logger = get_logger(__name__)
+
+UNKNOWN = 0
+_SCORES = 2**22  # scores held at once
+
+Search = Literal["index", "exact"]
+
+
+class Vocabulary:
+    """Raw ids and dense indices, without vectors.
+
+    Args:
+        ids: raw ids of the recommendable items, by index.
+        index: (n,) their dense indices, rising.
+    """
+
+    def __init__(self, ids: pa.Array, index: Ints) -> None:
+        self.ids, self.index = ids, index
+
+    @staticmethod
+    def read(bundle: Bundle) -> "Vocabulary":
+        """From items/."""
+        tables = [read_table(path, ["item_id", "index"]) for path in bundle.parts(ITEMS)]
+        index: Ints = np.concatenate([table["index"].to_numpy().astype(np.int64) for table in tables])
+        if len(index) != bundle.manifest.items or (np.diff(index, prepend=UNKNOWN) <= 0).any():
+            raise ExportError(f"{bundle.path / ITEMS}: indices must rise from 1, {bundle.manifest.items} of them")
+        return Vocabulary(pa.concat_arrays([combined(table["item_id"]) for table in tables]), index)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def find(self, raw: pa.Array) -> Ints:
+        """Dense indices of many raw ids, 0 for unknown ones."""
+        places = pc.fill_null(pc.index_in(raw, value_set=self.ids), -1).to_numpy(zero_copy_only=False)
+        return np.where(places < 0, UNKNOWN, self.index[places]).astype(np.int64)
+
+    @cached_property
+    def _of_raw(self) -> dict[Any, int]:
+        return dict(zip(self.ids.to_pylist(), self.index.tolist(), strict=True))
+
+    def find_few(self, raw: Sequence[Any]) -> list[int]:
+        """The same of a few, fast."""
+        return [self._of_raw.get(item, UNKNOWN) for item in raw]
+
+
+class Catalogue(Vocabulary):
+    """Items with their vectors.
+
+    Args:
+        bundle: the export.
+        search: ``index`` uses index.faiss where that is an approximate one; ``exact`` scores every item. An exact index
+            and ``exclude_seen`` are always searched by scoring every item, which is faster than FAISS's flat search.
+    """
+
+    def __init__(self, bundle: Bundle, search: Search = "index") -> None:
+        known = Vocabulary.read(bundle)
+        super().__init__(known.ids, known.index)
+        self.temperature = bundle.manifest.temperature
+        width = bundle.manifest.dimension
+        vectors = [
+            pc.list_flatten(read_table(path, ["embedding"])["embedding"]).to_numpy() for path in bundle.parts(ITEMS)
+        ]
+        flat = np.concatenate(vectors).astype(np.float32)
+        if flat.size != len(self) * width or not np.isfinite(flat).all():
+            raise ExportError(f"{bundle.path / ITEMS}: embeddings are not {len(self)} finite vectors of width {width}")
+        self.vectors = torch.from_numpy(flat.reshape(len(self), width))
+        self._faiss = _approximate_index(bundle) if search == "index" else None
+
+    def search(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Ints, Any]:
+        """Places in ``ids`` of the best items and their scores, (B, k) each, best first; -1 where there are no more.
+
+        Args:
+            vectors: (B, D) of users, as scores use them.
+            k: how many, at most as many as there are.
+            seen: of each user, dense indices that are left out; None leaves nothing out.
+        """
+        k = min(k, len(self))
+        if self._faiss is not None and all(indices is None for indices in seen):
+            scores, ids = self._faiss.search(vectors.numpy(), k)
+            places = np.where(ids < 0, -1, np.searchsorted(self.index, ids))
+        else:
+            scores, places = self._exact(vectors, k, seen)
+        places = np.where(np.isfinite(scores), places, -1)
+        return places, scores / self.temperature
+
+    def _exact(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Any, Ints]:
+        users, places = self._places(seen)
+        step = max(k, _SCORES // max(1, len(vectors)))
+        best = torch.full((len(vectors), 0), -torch.inf)
+        at = torch.zeros((len(vectors), 0), dtype=torch.int64)
+        for begin in range(0, len(self), step):
+            scores = vectors @ self.vectors[begin : begin + step].T
+            here = (places >= begin) & (places < begin + step)
+            scores[torch.from_numpy(users[here]), torch.from_numpy(places[here] - begin)] = -torch.inf
+            top, found = torch.topk(scores, min(k, scores.shape[1]), dim=1)
+            best, at = torch.cat((best, top), dim=1), torch.cat((at, found + begin), dim=1)
+            if best.shape[1] > k:
+                best, order = torch.topk(best, k, dim=1)
+                at = at.gather(1, order)
+        return best.numpy(), at.numpy()
+
+    def _places(self, seen: Sequence[Ints | None]) -> tuple[Ints, Ints]:
+        """Pairs of user and place in ``ids``."""
+        each = [np.unique(indices) if indices is not None else np.zeros(0, np.int64) for indices in seen]
+        users = np.repeat(np.arange(len(each)), [len(indices) for indices in each])
+        wanted = np.concatenate(each) if each else np.zeros(0, np.int64)
+        places = np.minimum(np.searchsorted(self.index, wanted), len(self) - 1)
+        known = self.index[places] == wanted
+        return users[known], places[known]
+
+
+def _approximate_index(bundle: Bundle) -> Any:
+    """index.faiss if it is worth using."""
+    if INDEX not in bundle.manifest.files:
+        return None
+    try:
+        import faiss
+    except ImportError:
+        logger.info("faiss is not installed: every item is scored, which is exact and slower on large catalogues")
+        return None
+    try:
+        index = faiss.read_index(str(bundle.path / INDEX))
+    except RuntimeError as error:
+        raise ExportError(f"{bundle.path / INDEX}: not a readable FAISS index: {error}") from None
+    if index.ntotal != bundle.manifest.items or index.d != bundle.manifest.dimension:
+        raise ExportError(f"{bundle.path / INDEX}: {index.ntotal} vectors of width {index.d}: not of this export")
+    inner: Any = faiss.downcast_index(index)
+    while hasattr(inner, "id_map"):
+        inner = faiss.downcast_index(inner.index)
+    return None if isinstance(inner, faiss.IndexFlat) else index

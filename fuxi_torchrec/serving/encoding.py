@@ -1,0 +1,90 @@
+"""An export's model: rows of events in, states and vectors out."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fuxi_torchrec.modules.state import EncoderState
+from fuxi_torchrec.serving.bundle import ITEM_TABLE, Bundle, ExportError, SideTable, scaled
+from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of
+
+AT_ONCE = 2**16  # events that are encoded in one call
+
+
+class UserModel:
+    """Encodes users as the export did.
+
+    Args:
+        bundle: the export.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.manifest, self.encoder = bundle.manifest, bundle.encoder()
+        tables = bundle.tables()
+        self.items, self.sides = tables[ITEM_TABLE], {s.name: tables[f"side_{s.name}"] for s in self.manifest.sides}
+        self.like = self.encoder.init_state(0)
+
+    def rows(self, histories: Histories) -> Tensor:
+        """(T, D) rows of events: the item's, and its side features'."""
+        rows = _lookup(self.items, histories.items, "items")
+        for side in self.manifest.sides:
+            rows = rows + self._side_rows(side, histories.sides[side.name])
+        return rows
+
+    def _side_rows(self, side: SideTable, column: Column) -> Tensor:
+        table = self.sides[side.name]
+        if not isinstance(column, Ragged):
+            return _lookup(table, column, side.name)
+        values = _lookup(table, column.values, side.name)
+        lengths = torch.from_numpy(np.diff(column.bounds))
+        event = torch.repeat_interleave(torch.arange(len(column)), lengths)
+        pooled = values.new_zeros(len(column), table.shape[1]).index_add_(0, event, values)
+        return pooled / lengths.clamp(min=1).unsqueeze(1) if side.pooling == "mean" else pooled
+
+    def append(self, state: EncoderState, new: Histories) -> EncoderState:
+        """States after more events."""
+        if not len(new.items):
+            return state
+        return self.encoder.append(
+            state, self.rows(new), torch.from_numpy(new.offsets.copy()), torch.from_numpy(new.times.copy())
+        )
+
+    def encode(self, histories: Histories) -> EncoderState:
+        """States of whole histories, in calls of bounded size."""
+        if not len(histories):
+            return self.like
+        states, first = [], 0
+        for end in batches(histories.lengths):
+            part = histories.select(np.arange(first, end))
+            states.append(self.append(self.encoder.init_state(end - first), part))
+            first = end
+        return EncoderState.concatenate(states) if len(states) > 1 else states[0]
+
+    def vectors(self, state: EncoderState, times: Ints) -> Tensor:
+        """(B, D) of users at a time, as scores use them; zero without events."""
+        return scaled(self.encoder.query(state, torch.from_numpy(times)), self.manifest.metric)
+
+    def read(self, records: Tensor) -> EncoderState:
+        """States of their bytes."""
+        return EncoderState.from_bytes(records, self.like)
+
+
+def batches(cost: Ints, users: int = 512) -> list[int]:
+    """Ends of consecutive batches of about AT_ONCE events and at most so many users."""
+    ends: list[int] = []
+    total = bounds_of(cost)
+    first = 0
+    while first < len(cost):
+        end = int(np.searchsorted(total, total[first] + AT_ONCE, side="right")) - 1
+        first = min(max(first + 1, end), first + users, len(cost))
+        ends.append(first)
+    return ends
+
+
+def _lookup(table: Tensor, index: Ints, what: str) -> Tensor:
+    if len(index) and not 0 <= index.min() <= index.max() < len(table):
+        raise ExportError(
+            f"{what}: indices must be 0 to {len(table) - 1}, not {index.min()} to {index.max()}: the events and the "
+            "tables are not of one export"
+        )
+    return table[torch.from_numpy(index)]

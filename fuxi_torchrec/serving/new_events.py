@@ -1,0 +1,246 @@
+"""Events that came since an export: CSV or Parquet logs, or a Recommender's own append log."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.sources import find_files, literal, quote
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
+from fuxi_torchrec.serving.bundle import Bundle, Manifest, SideTable
+from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary
+from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
+from fuxi_torchrec.serving.parts import ID_TYPES, combined
+from fuxi_torchrec.serving.times import check_time
+
+logger = get_logger(__name__)
+
+_INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
+_TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
+
+
+@dataclass(frozen=True)
+class LogColumns:
+    """Names of a log's columns; side features have their own names."""
+
+    user: str = "user_id"
+    item: str = "item_id"
+    time: str = "timestamp"
+
+
+@dataclass(frozen=True, eq=False)
+class NewEvents:
+    """Events by user, in time; events of one time in the order in which they were read.
+
+    Attributes:
+        users: raw ids, each once.
+        histories: their new events.
+        unknown_items: events of items that the model does not know.
+        bad_rows: left out, by reason.
+        digest: of users, items, times and sides as they were read.
+    """
+
+    users: pa.Array
+    histories: Histories
+    unknown_items: int
+    bad_rows: dict[str, int]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.histories.items)
+
+
+def read_events(
+    path: str | Path,
+    bundle: Bundle,
+    columns: LogColumns | None = None,
+    on_bad_rows: Literal["error", "skip"] = "error",
+) -> NewEvents:
+    """Read a file, the files below a directory, those of a glob, or the log directory of a Recommender.
+
+    Times are in the export's unit, or timestamps. Side features are columns of their names, with dense indices.
+    """
+    manifest = bundle.manifest
+    if (Path(path) / LOG_FILE).exists():
+        table = _own_log(Path(path), manifest)
+    else:
+        table = _load(str(path), columns or LogColumns(), manifest)
+    table, bad = _without_bad_rows(table, str(path), on_bad_rows)
+    users, raw_items, times = combined(table["user"]), combined(table["item"]), table["time"].to_numpy()
+    for value in (times.min(), times.max()) if len(times) else ():
+        try:
+            check_time(int(value), manifest.as_of, manifest.time_unit)
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
+    items = Vocabulary.read(bundle).find(raw_items)
+    sides = {side.name: _side(table[side.name], side, str(path)) for side in manifest.sides}
+    encoded = users.dictionary_encode()
+    user = encoded.indices.to_numpy().astype(np.int64)
+    order = np.lexsort((times, user))  # stable: ties keep the order of the log
+    histories = of_events(
+        len(encoded.dictionary),
+        user[order],
+        items[order],
+        times[order].astype(np.int64),
+        {name: take(column, order) for name, column in sides.items()},
+    )
+    return NewEvents(encoded.dictionary, histories, int((items == UNKNOWN).sum()), bad, _digest(table))
+
+
+def _digest(table: pa.Table) -> str:
+    """Of the events, whatever files they are in."""
+    plain = table.combine_chunks().take(pa.array(np.arange(len(table))))  # buffers that hold nothing else
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, plain.schema) as writer:
+        writer.write_table(plain)
+    return hashlib.sha256(sink.getvalue()).hexdigest()
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def _load(path: str, columns: LogColumns, manifest: Manifest) -> pa.Table:
+    """Columns user, item, time and side features, in the order of the files."""
+    import duckdb
+
+    files = find_files(path, (".parquet", ".csv", ".csv.gz", ".tsv"))
+    kinds = {"parquet" if name.endswith(".parquet") else "csv" for name in files}
+    if len(kinds) > 1:
+        raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
+    with duckdb.connect(":memory:", config={"threads": 2}) as connection:
+        try:
+            reader = _reader(files, kinds.pop(), columns, manifest)
+            types = {row[0]: row[1] for row in connection.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()}
+            for name in {columns.user, columns.item, columns.time} & types.keys():
+                # a CSV column without values is text to DuckDB
+                empty = f"SELECT count(*) FROM {reader} WHERE {quote(name)} IS NOT NULL"
+                if types[name] == "VARCHAR" and connection.execute(empty).fetchall() == [(0,)]:
+                    types[name] = "BIGINT"
+            query = _query(types, columns, manifest, files[0])
+            found: pa.Table = connection.sql(f"SELECT {query} FROM {reader}").to_arrow_table()
+        except duckdb.Error as error:
+            raise DataError(f"{path}: {str(error).split(chr(10))[0]}") from None
+    return found
+
+
+def _reader(files: Sequence[str], kind: str, columns: LogColumns, manifest: Manifest) -> str:
+    names = ", ".join(literal(name) for name in files)
+    if kind == "parquet":
+        for name in files:
+            try:
+                pq.ParquetFile(name).close()
+            except Exception as error:
+                raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
+        return f"read_parquet([{names}], union_by_name = true)"
+    for name in files:
+        if os.path.getsize(name) == 0:
+            raise DataError(f"{name}: the file is empty, not even a header")
+    # text ids stay as they are written: 007 is not 7
+    text = [
+        f"{literal(column)}: 'VARCHAR'"
+        for column, kind in ((columns.user, manifest.user_id_type), (columns.item, manifest.item_id_type))
+        if kind == "string"
+    ]
+    types = f", types = {{{', '.join(text)}}}" if text else ""
+    delimiter = "\t" if all(name.endswith(".tsv") for name in files) else ","
+    options = f"header = true, union_by_name = true, sample_size = -1, delim = {literal(delimiter)}"
+    return f"read_csv([{names}], {options}{types})"
+
+
+def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, file: str) -> str:
+    """What is selected: our names, our types."""
+    sides = [side.name for side in manifest.sides]
+    missing = [name for name in (columns.user, columns.item, columns.time, *sides) if name not in types]
+    if missing:
+        raise DataError(f"{file}: no column {', '.join(missing)}; the columns are {', '.join(types)}")
+    wanted = []
+    for ours, name, kind in (
+        ("user", columns.user, manifest.user_id_type),
+        ("item", columns.item, manifest.item_id_type),
+    ):
+        if types[name] not in (*_INTEGERS, "VARCHAR") or (kind == "int64" and types[name] == "VARCHAR"):
+            raise DataError(f"{file}: column {name} is {types[name]}, the export has {ours} ids of type {kind}")
+        wanted.append(f'CAST({quote(name)} AS {"BIGINT" if kind == "int64" else "VARCHAR"}) AS "{ours}"')
+    time, kind = quote(columns.time), types[columns.time]
+    if kind in _INTEGERS:
+        wanted.append(f'CAST({time} AS BIGINT) AS "time"')
+    elif kind.startswith("TIMESTAMP") or kind == "DATE":
+        wanted.append(f'CAST(floor({_TIMESTAMP[manifest.time_unit]}({time})) AS BIGINT) AS "time"')
+    else:
+        raise DataError(
+            f"{file}: column {columns.time} is {kind}: times must be integers in the export's unit, "
+            f"{manifest.time_unit}, or timestamps"
+        )
+    for side in manifest.sides:
+        kind = types[side.name].removesuffix("[]")
+        if kind not in _INTEGERS or types[side.name].endswith("[]") != side.multiple:
+            shape = "lists of dense indices" if side.multiple else "dense indices"
+            raise DataError(f"{file}: side column {side.name} is {types[side.name]}: the export needs {shape}")
+        wanted.append(f"CAST({quote(side.name)} AS BIGINT{'[]' * side.multiple}) AS {quote(side.name)}")
+    return ", ".join(wanted)
+
+
+def _own_log(directory: Path, manifest: Manifest) -> pa.Table:
+    """Events of a Recommender's log; those before a user was forgotten are not among them."""
+    rows: dict[Any, list[list[Any]]] = {}
+    number = 0
+    for record in read_log(directory).records:
+        for user in record.get("forget", ()):
+            rows.pop(user, None)
+        for event in record.get("events", ()):
+            rows.setdefault(event[0], []).append([number, *event])
+            number += 1
+    ordered = sorted(row for events in rows.values() for row in events)
+    columns = {
+        "user": pa.array([row[1] for row in ordered], ID_TYPES[manifest.user_id_type]),
+        "item": pa.array([row[2] for row in ordered], ID_TYPES[manifest.item_id_type]),
+        "time": pa.array([row[3] for row in ordered], pa.int64()),
+    }
+    for side in manifest.sides:
+        kind = pa.list_(pa.int64()) if side.multiple else pa.int64()
+        values = [(row[4] if len(row) > 4 else {}).get(side.name, [] if side.multiple else 0) for row in ordered]
+        columns[side.name] = pa.array(values, kind)
+    return pa.table(columns)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def _without_bad_rows(table: pa.Table, path: str, on_bad_rows: str) -> tuple[pa.Table, dict[str, int]]:
+    bad = {f"{name} is null": pc.is_null(table[name]) for name in ("user", "item", "time")}
+    bad["time is negative"] = pc.fill_null(pc.less(table["time"], 0), False)
+    counts = {reason: int(pc.sum(mask).as_py() or 0) for reason, mask in bad.items()}
+    counts = {reason: count for reason, count in counts.items() if count}
+    if not counts:
+        return table, {}
+    any_bad = np.logical_or.reduce([bad[reason].to_numpy() for reason in counts])
+    said = "; ".join(f"{count:,} rows: {reason}" for reason, count in counts.items())
+    if on_bad_rows == "error":
+        first = int(np.flatnonzero(any_bad)[0]) + 1
+        raise DataError(
+            f"{path}: bad rows: {said}; the first is row {first}. Mend the log, or leave them out with "
+            "--on-bad-rows skip"
+        )
+    logger.warning("%s: bad rows left out: %s", path, said)
+    return table.filter(pa.array(~any_bad)), counts
+
+
+def _side(column: pa.ChunkedArray, side: SideTable, path: str) -> Column:
+    """A missing value is 0, or no values."""
+    if not side.multiple:
+        values: Ints = pc.fill_null(column, 0).to_numpy().astype(np.int64)
+    else:
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy().astype(np.int64)
+        values = pc.fill_null(pc.list_flatten(column), 0).to_numpy().astype(np.int64)
+    if values.min(initial=0) < 0:
+        raise DataError(f"{path}: side column {side.name} has negative values: they must be dense indices")
+    return Ragged(values, bounds_of(lengths)) if side.multiple else values

@@ -1,0 +1,554 @@
+"""A new export from an old one and the events since: touched users only, exactly as a full export would have them.
+
+Rules, also in the manifest:
+
+* A user's new events are appended to the state; without a state (or with a damaged one) the history is encoded again.
+* A user whose encoded events would pass ``max_positions`` gets a new anchor: the last ``max_length`` events.
+* An event older than the user's last one is late: it is counted and left out. The next full export has it.
+* The same events applied again, whatever files they are in, are recognised and left out.
+* Vectors of touched users are asked at the new ``as_of``; the others keep theirs, unless all are asked again.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.modules.state import EncoderState
+from fuxi_torchrec.serving.bundle import (
+    ENCODER,
+    HISTORIES,
+    MANIFEST,
+    STATES,
+    TABLES,
+    USERS,
+    Bundle,
+    ExportError,
+    FileEntry,
+    check_file,
+    describe_file,
+    write_manifest,
+)
+from fuxi_torchrec.serving.encoding import UserModel, batches
+from fuxi_torchrec.serving.histories import Histories, Ints
+from fuxi_torchrec.serving.new_events import LogColumns, NewEvents, read_events
+from fuxi_torchrec.serving.parts import (
+    ID_TYPES,
+    NO_STATE,
+    Users,
+    part_name,
+    part_number,
+    read_histories,
+    read_users,
+    sync,
+    write_histories,
+    write_users,
+)
+from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
+from fuxi_torchrec.serving.times import check_time
+
+logger = get_logger(__name__)
+
+PART_USERS = 2**14  # new users fill up the last part to this
+RULES = {
+    "late": "an event older than its user's last one is counted and left out; the next full export has it",
+    "anchors": "past max_positions encoded events a user starts anew from the last max_length",
+    "as_of": "touched users are asked at the refresh's as_of; users/ says when each was asked",
+}
+
+Progress = Callable[[str, int, int], None]  # what is done, users so far, users in all
+
+
+@dataclass
+class Summary:
+    """What a refresh did."""
+
+    output: str
+    as_of: int
+    events: int = 0
+    applied_before: bool = False
+    already_done: bool = False
+    late_events: int = 0
+    unknown_items: int = 0
+    bad_rows: dict[str, int] = field(default_factory=dict)
+    touched_users: int = 0
+    new_users: int = 0
+    requeried_users: int = 0
+    encoded_users: int = 0
+    reanchored_users: int = 0
+    damaged_states: int = 0
+    forgotten_users: int = 0
+    forgotten_events: int = 0
+    unknown_forgotten: int = 0
+    parts_rewritten: int = 0
+    parts_linked: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        if self.already_done:
+            yield f"{self.output} holds this refresh already: nothing was done"
+            return
+        yield f"{self.output}: as of {self.as_of}, {self.events:,} events"
+        if self.applied_before:
+            yield "these events are part of the export already: none was applied again"
+        yield (
+            f"users: {self.touched_users:,} touched, {self.new_users:,} of them new, {self.requeried_users:,} asked "
+            f"again, {self.encoded_users:,} encoded from their history, {self.reanchored_users:,} with a new anchor"
+        )
+        for count, what in (
+            (self.late_events, "late events left out"),
+            (self.unknown_items, "events of items that the model does not know"),
+            (sum(self.bad_rows.values()), "bad rows left out"),
+            (self.damaged_states, "damaged states encoded again"),
+            (self.forgotten_users, "users forgotten"),
+            (self.forgotten_events, "events of forgotten users left out"),
+            (self.unknown_forgotten, "users to forget that are not there"),
+        ):
+            if count:
+                yield f"{count:,} {what}"
+        yield f"parts: {self.parts_rewritten} rewritten, {self.parts_linked} linked"
+        yield ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+
+
+def refresh(
+    export: str | Path,
+    events: str | Path,
+    output: str | Path,
+    *,
+    as_of: int | None = None,
+    requery_all: bool = False,
+    forget: Sequence[int | str] = (),
+    columns: LogColumns | None = None,
+    on_bad_rows: Literal["error", "skip"] = "error",
+    progress: Progress | None = None,
+) -> Summary:
+    """Write a new export.
+
+    Args:
+        export: the one to begin with; it is not changed.
+        events: CSV or Parquet logs (a file, a directory, a glob), or a Recommender's log directory.
+        output: must not exist, or be this very refresh, already done.
+        as_of: when users are asked; the latest of the export's own and of the events by default.
+        requery_all: ask all users, not only touched ones.
+        forget: users that the new export does not have.
+    """
+    bundle, output = Bundle.open(export), Path(output)
+    began = time.perf_counter()
+    new = read_events(events, bundle, columns, on_bad_rows)
+    manifest = bundle.manifest
+    if as_of is None:
+        as_of = max(manifest.as_of, int(new.histories.times.max(initial=0)))
+    check_time(as_of, manifest.as_of, manifest.time_unit, "as_of")
+    asked = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
+    request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    summary = Summary(str(output), as_of, len(new), unknown_items=new.unknown_items, bad_rows=new.bad_rows)
+    if _done_already(output, request):
+        summary.already_done = True
+        return summary
+    with _place_for(output) as place:
+        summary.seconds["reading"] = time.perf_counter() - began
+        run = _Refresh(bundle, new, place, as_of, requery_all, forget, summary, progress or (lambda *_: None))
+        run.run(request)
+        if output.exists():
+            raise ExportError(f"{output} appeared while this was running: choose another output")
+        os.rename(place, output)
+        sync(output.absolute().parent)
+    return summary
+
+
+def _done_already(output: Path, request: str) -> bool:
+    """Whether the output is this very refresh; an error if it is something else."""
+    if not output.exists():
+        return False
+    if (output / MANIFEST).exists() and (Bundle.open(output).manifest.parent or {}).get("request") == request:
+        return True
+    raise ExportError(f"{output} exists and is not this refresh: exports are never changed, choose another output")
+
+
+@contextmanager
+def _place_for(output: Path) -> Iterator[Path]:
+    """A directory beside the output that only this process writes; it goes away unless it was renamed."""
+    parent = output.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    lock_path, place = parent / f".{output.name}.lock", parent / f".{output.name}.refreshing"
+    with lock_path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = lock_path.exists() and os.fstat(lock.fileno()).st_ino == lock_path.stat().st_ino
+        except OSError:
+            mine = False
+        if not mine:
+            raise ExportError(f"{output}: another refresh is writing it: wait for it, or choose another output")
+        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+        place.mkdir()
+        try:
+            yield place
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+            lock_path.unlink(missing_ok=True)
+
+
+class _Refresh:
+    """One run: part after part."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        new: NewEvents,
+        place: Path,
+        as_of: int,
+        requery_all: bool,
+        forget: Sequence[int | str],
+        summary: Summary,
+        progress: Progress,
+    ) -> None:
+        self.bundle, self.manifest, self.place = bundle, bundle.manifest, place
+        self.as_of, self.requery_all, self.summary, self.progress = as_of, requery_all, summary, progress
+        for name in (ENCODER, TABLES):
+            check_file(bundle.path / name, self.manifest.files[name], contents=True)
+        self.model = UserModel(bundle)
+        self.new, self.digest = new, new.digest
+        self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
+        self.files: dict[str, FileEntry] = {}
+        self.users = self.states = self.done = 0
+        id_type = ID_TYPES[self.manifest.user_id_type]
+        try:
+            self.forget = pa.array(list(dict.fromkeys(forget)), id_type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ExportError(f"users to forget must be {id_type}, as in the export: {error}") from None
+
+    def run(self, request: str) -> None:
+        """All parts, then what is the same, then the manifest."""
+        clock = _Clock(self.summary.seconds)
+        self.clock = clock
+        for folder in (USERS, HISTORIES, STATES):
+            (self.place / folder).mkdir()
+        events, ids = self._wanted_events()
+        numbers = [part_number(path) for path in self.bundle.parts(USERS)]
+        with clock("reading"):
+            members = [read_users(self._path(USERS, number), (), embedding=False).ids for number in numbers]
+        rows = [pc.index_in(ids, value_set=part) for part in members]  # where each touched user is
+        found: NDArray[np.bool_] = np.logical_or.reduce(
+            [np.zeros(len(ids), bool), *(pc.is_valid(each).to_numpy(zero_copy_only=False) for each in rows)]
+        )
+        forgotten = [_mask(part, self.forget) for part in members]
+        self.summary.forgotten_users = int(sum(mask.sum() for mask in forgotten))
+        self.summary.unknown_forgotten = len(self.forget) - self.summary.forgotten_users
+        fresh = np.flatnonzero(~found)
+        self.total = sum(len(part) for part in members) + len(fresh)
+        for n, number in enumerate(numbers):
+            here = pc.is_valid(rows[n]).to_numpy(zero_copy_only=False)
+            joining = fresh[: max(0, PART_USERS - len(members[n]))] if n + 1 == len(numbers) else fresh[:0]
+            fresh = fresh[len(joining) :]
+            self._part(
+                number,
+                np.asarray(rows[n].drop_null(), np.int64),
+                events.select(np.flatnonzero(here)),
+                forgotten[n],
+                ids.take(pa.array(joining)),
+                events.select(joining),
+            )
+        next_number = max(numbers, default=-1) + 1
+        for begin in range(0, len(fresh), PART_USERS):
+            some = fresh[begin : begin + PART_USERS]
+            self._new_part(next_number + begin // PART_USERS, ids.take(pa.array(some)), events.select(some))
+        with clock("files"):
+            self._link_the_rest()
+            self._finish(request)
+
+    def _wanted_events(self) -> tuple[Histories, pa.Array]:
+        """The events to apply, by user: none if they were applied before, none of users to forget."""
+        new = self.new
+        if self.digest in self.applied:
+            self.summary.applied_before = True
+            logger.info("these events were applied before: %s", self.digest[:16])
+            return Histories.empty(0, self.manifest.sides), new.users[:0]
+        unwanted = _mask(new.users, self.forget)
+        self.summary.forgotten_events = int(new.histories.lengths[unwanted].sum())
+        if len(new):
+            self.applied.append(self.digest)
+        kept = np.flatnonzero(~unwanted)
+        return new.histories.select(kept), new.users.take(pa.array(kept))
+
+    # --- a part ------------------------------------------------------------------------------------------------------
+
+    def _path(self, folder: str, number: int, ending: str = "parquet") -> Path:
+        return self.bundle.path / part_name(folder, number, ending)
+
+    def _part(
+        self,
+        number: int,
+        touched: Ints,
+        events: Histories,
+        forgotten: NDArray[np.bool_],
+        new_ids: pa.Array,
+        new_events: Histories,
+    ) -> None:
+        """Rewrite a part, or link it.
+
+        Args:
+            touched: rows of users with events.
+            events: of these.
+            forgotten: rows that go.
+            new_ids, new_events: users that come.
+        """
+        users_path = self._path(USERS, number)
+        if not (len(touched) or forgotten.any() or len(new_ids) or self.requery_all):
+            self._link_part(number)
+            return
+        with self.clock("reading"):
+            check_file(users_path, self.manifest.files[part_name(USERS, number)], contents=True)
+            users = read_users(users_path)
+            if not len(users):
+                users = Users.new(users.ids, self.manifest.dimension)
+        on_time = events.times >= np.repeat(
+            np.where(users.events[touched] > 0, users.last_time[touched], 0), events.lengths
+        )
+        self.summary.late_events += int((~on_time).sum())
+        events = events.filter(on_time)
+        some = events.lengths > 0
+        touched, events = touched[some], events.select(np.flatnonzero(some))
+        changes = bool(len(touched) or forgotten.any() or len(new_ids))
+        if not changes and not self.requery_all:
+            self._link_part(number)
+            return
+        with self.clock("reading"):
+            check_file(self._path(HISTORIES, number), self.manifest.files[part_name(HISTORIES, number)], contents=True)
+            histories = read_histories(self._path(HISTORIES, number), users.ids, self.manifest.sides)
+        if not np.array_equal(histories.lengths, users.events):
+            raise ExportError(f"{self._path(HISTORIES, number)}: lengths are not those in users/: export again")
+        # new events, a row per user of the part
+        place = np.full(len(users), len(events))
+        place[touched] = np.arange(len(touched))
+        added = Histories.stack((events, Histories.empty(1, self.manifest.sides))).select(place)
+        users = users.stack(Users.new(new_ids, self.manifest.dimension))
+        histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.sides)))
+        added = Histories.stack((added, new_events))
+        kept = np.flatnonzero(~np.concatenate((forgotten, np.zeros(len(new_ids), bool))))
+        self.summary.new_users += len(new_ids)
+        old_states = None
+        if (users.state_row != NO_STATE).any():
+            old_states = StateFile.open(
+                self._path(STATES, number, "bin"), self.manifest.model_id, self.manifest.state_bytes - TRAILER_BYTES
+            )
+        self._write_part(number, users.select(kept), histories.select(kept), added.select(kept), old_states, changes)
+
+    def _new_part(self, number: int, ids: pa.Array, events: Histories) -> None:
+        users = Users.new(ids, self.manifest.dimension)
+        self.summary.new_users += len(ids)
+        self._write_part(number, users, Histories.empty(len(ids), self.manifest.sides), events, None, True)
+
+    def _write_part(
+        self,
+        number: int,
+        users: Users,
+        histories: Histories,
+        added: Histories,
+        old_states: StateFile | None,
+        changes: bool,
+    ) -> None:
+        """Encode and write a part; if nobody changed, only users/ is written."""
+        joined, fresh_anchor = self._anchored(users, histories.join(added))
+        touched = added.lengths > 0
+        self.summary.touched_users += int(touched.sum())
+        self.summary.reanchored_users += int(fresh_anchor.sum())
+        new_states = None
+        if changes:
+            states_path = self.place / part_name(STATES, number, "bin")
+            new_states = StateFile.create(
+                states_path, self.manifest.model_id, self.manifest.state_bytes - TRAILER_BYTES
+            )
+        # states are appended to or encoded in batches of bounded size
+        has_state = (users.state_row != NO_STATE) & ~fresh_anchor
+        cost = np.where(has_state, added.lengths, np.where(touched | self.requery_all, joined.lengths, 0))
+        first = 0
+        for end in batches(cost):
+            rows = np.arange(first, end)
+            self._encode(users, rows, joined, added, has_state, old_states, new_states)
+            self.done += len(rows)
+            self.progress("encoding", self.done, self.total)
+            first = end
+        users.events, some = joined.lengths, joined.lengths > 0
+        users.last_time[some] = joined.times[joined.offsets[1:][some] - 1]
+        users.anchor_time[some] = joined.times[joined.offsets[:-1][some]]
+        with self.clock("files"):
+            names = [part_name(USERS, number)]
+            write_users(self.place / names[0], users)
+            if new_states is not None:
+                new_states.close()
+                names += [part_name(HISTORIES, number), part_name(STATES, number, "bin")]
+                write_histories(self.place / names[1], users.ids, joined)
+                sync(self.place / names[2])
+            for name in names:
+                self.files[name] = describe_file(self.place / name)
+            if new_states is None:
+                self._link(part_name(HISTORIES, number))
+                self._link(part_name(STATES, number, "bin"))
+        self.users += len(users)
+        self.states += int((users.state_row != NO_STATE).sum())
+        self.summary.parts_rewritten += 1
+
+    def _anchored(self, users: Users, joined: Histories) -> tuple[Histories, NDArray[np.bool_]]:
+        """The events to encode, and which users have a new anchor."""
+        over = joined.lengths > self.model.encoder.config.max_positions
+        over &= joined.lengths > users.events  # touched; what an export encoded stays as it is
+        limit = np.where(over, self.manifest.max_length, joined.lengths)
+        cut = joined.last(limit)
+        users.anchor_count = users.anchor_count + joined.lengths - cut.lengths
+        return cut, over
+
+    def _encode(
+        self,
+        users: Users,
+        rows: Ints,
+        joined: Histories,
+        added: Histories,
+        has_state: NDArray[np.bool_],
+        old_states: StateFile | None,
+        new_states: StateFile | None,
+    ) -> None:
+        """States and vectors of some rows of a part."""
+        with self.clock("encoding"):
+            touched = added.lengths[rows] > 0
+            asked = touched | self.requery_all
+            with_state = np.flatnonzero(has_state[rows])
+            records, valid = torch.empty(0, 0, dtype=torch.uint8), np.zeros(0, bool)
+            if len(with_state):
+                assert old_states is not None
+                records, whole = old_states.get(users.state_row[rows[with_state]])
+                valid = whole.numpy()
+                self.summary.damaged_states += int((~valid).sum())
+            usable = np.zeros(len(rows), bool)
+            usable[with_state[valid]] = True
+            was_stored = users.state_row[rows] != NO_STATE
+            damaged = was_stored & ~usable & ~touched & (new_states is not None) & has_state[rows]
+            # from the state
+            on = np.flatnonzero(usable & asked)
+            where = np.cumsum(usable) - 1
+            sound = records[torch.from_numpy(valid)] if len(with_state) else records
+            pieces, order = [], []
+            if len(on):
+                state = self.model.read(sound[torch.from_numpy(where[on])])
+                pieces.append(self.model.append(state, added.select(rows[on])))
+                order.append(on)
+            # from the history
+            again = np.flatnonzero((asked & ~usable) | damaged)
+            if len(again):
+                pieces.append(self.model.encode(joined.select(rows[again])))
+                order.append(again)
+                self.summary.encoded_users += int((joined.lengths[rows[again]] > 0).sum())
+            states: dict[int, int] = {}
+            merged: EncoderState = self.model.like
+            if pieces:
+                merged = EncoderState.concatenate(pieces)
+                at = np.concatenate(order)
+                states = {int(row): n for n, row in enumerate(at)}
+                query = np.flatnonzero(asked[at])
+                vectors = self.model.vectors(
+                    merged.select(torch.from_numpy(query)), np.full(len(query), self.as_of, np.int64)
+                )
+                users.embedding[rows[at[query]]] = vectors.numpy()
+                users.as_of[rows[at[query]]] = self.as_of
+                self.summary.requeried_users += len(query)
+        if new_states is None:
+            return
+        with self.clock("files"):
+            kept = np.flatnonzero(joined.lengths[rows] >= self.manifest.state_min_events)
+            # an untouched user whose history is long but was never given a state stays without one
+            kept = kept[[int(row) in states or bool(usable[row]) for row in kept]] if len(kept) else kept
+            users.state_row[rows] = NO_STATE
+            if len(kept):
+                out = torch.empty(len(kept), new_states.record_bytes, dtype=torch.uint8)
+                encoded = [(n, states[int(row)]) for n, row in enumerate(kept) if int(row) in states]
+                copied = [(n, int(where[row])) for n, row in enumerate(kept) if int(row) not in states]
+                if encoded:
+                    out[[n for n, _ in encoded]] = merged.select([s for _, s in encoded]).to_bytes()
+                if copied:
+                    out[[n for n, _ in copied]] = sound[[s for _, s in copied]]
+                users.state_row[rows[kept]] = new_states.append(out)
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def _link(self, name: str) -> None:
+        """The same file in the new export: another name of it, or a copy where links cannot be made."""
+        if name not in self.manifest.files or name in self.files:
+            return
+        source, target = self.bundle.path / name, self.place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+            sync(target)
+        self.files[name] = self.manifest.files[name]
+
+    def _link_part(self, number: int) -> None:
+        for name in (part_name(USERS, number), part_name(HISTORIES, number), part_name(STATES, number, "bin")):
+            self._link(name)
+        rows = read_users(self._path(USERS, number), ("state_row",), embedding=False)
+        self.users += len(rows)
+        self.states += int((rows.state_row != NO_STATE).sum())
+        self.done += len(rows)
+        self.summary.parts_linked += 1
+        self.progress("encoding", self.done, self.total)
+
+    def _link_the_rest(self) -> None:
+        for name in self.manifest.files:
+            if name.split("/")[0] not in (USERS, HISTORIES, STATES):
+                self._link(name)
+
+    def _finish(self, request: str) -> None:
+        before = {"model_id": self.manifest.model_id, "as_of": self.manifest.as_of}
+        manifest = replace(
+            self.manifest,
+            as_of=self.as_of,
+            users=self.users,
+            states=self.states,
+            rules={**self.manifest.rules, **RULES},
+            files=dict(sorted(self.files.items())),
+            parent={**before, "applied": self.applied, "request": request},
+        )
+        for folder in {str(Path(name).parent) for name in self.files}:
+            sync(self.place / folder)
+        write_manifest(self.place, manifest)
+        sync(self.place)
+
+
+class _Clock:
+    """Seconds by what they were spent on."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+
+
+def _mask(ids: pa.Array, among: pa.Array) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = pc.is_in(ids, value_set=among).to_numpy(zero_copy_only=False)
+    return found
+
+
+def summary_dict(summary: Summary) -> dict[str, Any]:
+    """For JSON."""
+    return asdict(summary)

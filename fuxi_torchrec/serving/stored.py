@@ -1,0 +1,152 @@
+"""The users of an export, found by id: their states and histories, read when they are needed."""
+
+import itertools
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.modules.state import EncoderState
+from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, Bundle, ExportError
+from fuxi_torchrec.serving.encoding import UserModel
+from fuxi_torchrec.serving.histories import Histories, Ints, bounds_of
+from fuxi_torchrec.serving.parts import NO_STATE, USER, part_name, part_number, read_users
+from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
+
+logger = get_logger(__name__)
+
+_GROUPS = 64  # row groups of histories that stay decoded
+
+
+class StoredUsers:
+    """All users of an export; safe to use from several threads.
+
+    Attributes:
+        row: raw id to row.
+        events, last_time: of each row.
+        damaged: states that were found damaged and encoded again.
+    """
+
+    def __init__(self, bundle: Bundle, model: UserModel) -> None:
+        self.manifest, self._model = bundle.manifest, model
+        paths = bundle.parts(USERS)
+        parts = [read_users(path, ("events", "last_time", "state_row"), embedding=False) for path in paths]
+        ids = list(itertools.chain.from_iterable(part.ids.to_pylist() for part in parts))
+        self.row: dict[Any, int] = {user: row for row, user in enumerate(ids)}
+        if len(self.row) != len(ids):
+            raise ExportError(f"{bundle.path / USERS}: a user is in it twice: export again")
+        if len(ids) != self.manifest.users:
+            raise ExportError(
+                f"{bundle.path / USERS}: {len(ids)} users, the manifest says {self.manifest.users}: export again"
+            )
+        none = np.zeros(0, np.int64)
+        self.events, self.last_time, self._state_row = (
+            np.concatenate([none, *(getattr(part, name) for part in parts)])
+            for name in ("events", "last_time", "state_row")
+        )
+        self._first = bounds_of(np.array([len(part) for part in parts], np.int64))
+        self._states, self._histories = list[StateFile | None](), list[_HistoryFile]()
+        for path, part in zip(paths, parts, strict=True):
+            number = part_number(path)
+            states = bundle.path / part_name(STATES, number, "bin")
+            has_states = bool((part.state_row != NO_STATE).any())
+            size = self.manifest.state_bytes - TRAILER_BYTES
+            self._states.append(StateFile.open(states, self.manifest.model_id, size) if has_states else None)
+            self._histories.append(_HistoryFile(bundle, number))
+        self._lock = threading.Lock()
+        self._decoded: OrderedDict[tuple[int, int], Histories] = OrderedDict()
+        self.damaged = 0
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def states(self, rows: Ints) -> EncoderState:
+        """States of users: as stored, or encoded from the history where there is none or it is damaged."""
+        stored = [self._stored_state(int(row)) for row in rows]
+        missing = [n for n, record in enumerate(stored) if record is None]
+        encoded = self._model.encode(self.histories(rows[missing])) if missing else self._model.like
+        found = [record for record in stored if record is not None]
+        read = self._model.read(torch.stack(found)) if found else self._model.like
+        order = np.empty(len(rows), np.int64)
+        order[[n for n, record in enumerate(stored) if record is not None]] = np.arange(len(found))
+        order[missing] = len(found) + np.arange(len(missing))
+        return EncoderState.concatenate([read, encoded]).select(torch.from_numpy(order))
+
+    def _stored_state(self, row: int) -> Tensor | None:
+        state_row = int(self._state_row[row])
+        if state_row == NO_STATE:
+            return None
+        part = int(np.searchsorted(self._first, row, side="right")) - 1
+        file = self._states[part]
+        assert file is not None
+        records, valid = file.get([state_row])
+        header = records[0, :32].view(torch.int64)
+        if bool(valid[0]) and int(header[2]) == self.events[row] and int(header[3]) == self.last_time[row]:
+            return records[0]
+        with self._lock:
+            self.damaged += 1
+        logger.warning("%s: the state in row %d is damaged; the user is encoded again", file.path, state_row)
+        self._state_row[row] = NO_STATE  # said once
+        return None
+
+    def histories(self, rows: Ints) -> Histories:
+        """Encoded events of users."""
+        each = [self._history(int(row)) for row in rows]
+        return Histories.stack([Histories.empty(0, self.manifest.sides), *each])
+
+    def items(self, row: int) -> Ints:
+        """Dense indices of a user's events."""
+        return self._history(row).items
+
+    def _history(self, row: int) -> Histories:
+        if not self.events[row]:
+            return Histories.empty(1, self.manifest.sides)
+        part = int(np.searchsorted(self._first, row, side="right")) - 1
+        inside = row - int(self._first[part])
+        file = self._histories[part]
+        group = file.group(inside)
+        with self._lock:
+            decoded = self._decoded.get((part, group))
+            if decoded is not None:
+                self._decoded.move_to_end((part, group))
+        if decoded is None:
+            decoded = file.read(group)
+            with self._lock:
+                self._decoded[part, group] = decoded
+                while len(self._decoded) > _GROUPS:
+                    self._decoded.popitem(last=False)
+        return decoded.select(np.array([inside - int(file.first[group])]))
+
+
+class _HistoryFile:
+    """A part of histories/, a row group at a time."""
+
+    def __init__(self, bundle: Bundle, number: int) -> None:
+        self.path, self._sides = bundle.path / part_name(HISTORIES, number), bundle.manifest.sides
+        self._lock = threading.Lock()
+        try:
+            self._file = pq.ParquetFile(self.path, memory_map=True)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ExportError(f"{self.path}: cannot be read, the file is damaged: {error}") from None
+        meta = self._file.metadata
+        self.first = bounds_of(np.array([meta.row_group(n).num_rows for n in range(meta.num_row_groups)], np.int64))
+
+    def group(self, row: int) -> int:
+        """The row group of a row."""
+        return int(np.searchsorted(self.first, row, side="right")) - 1
+
+    def read(self, group: int) -> Histories:
+        """All users of a row group."""
+        columns = [USER, "item", "timestamp", *(side.name for side in self._sides)]
+        try:
+            with self._lock:
+                table = self._file.read_row_group(group, columns=columns)
+        except (OSError, pa.ArrowInvalid) as error:
+            raise ExportError(f"{self.path}: cannot be read, the file is damaged: {error}") from None
+        return Histories.from_arrow(table, self._sides, str(self.path))

@@ -1,0 +1,158 @@
+"""Small exports for tests, and what they must hold after a refresh, worked out from scratch."""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, Bundle, SideTable, scaled
+from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
+from fuxi_torchrec.serving.encoding import UserModel
+from fuxi_torchrec.serving.histories import Histories, bounds_of
+from fuxi_torchrec.serving.parts import part_name, part_number, read_histories, read_users
+from fuxi_torchrec.serving.states import StateFile
+
+SIDES = (SideTable("action", multiple=False, pooling="sum"), SideTable("tags", multiple=True, pooling="mean"))
+
+
+@dataclass
+class Log:
+    """Events in the order in which they came: (user, raw item, time, side features)."""
+
+    rows: list = field(default_factory=list)
+
+    def write(self, path, sides=()):
+        columns = {"user_id": [r[0] for r in self.rows], "item_id": [r[1] for r in self.rows]}
+        columns["timestamp"] = [r[2] for r in self.rows]
+        for side in sides:
+            columns[side.name] = [r[3][side.name] for r in self.rows]
+        table = pa.table(columns)
+        if str(path).endswith(".csv"):
+            import pyarrow.csv
+
+            pyarrow.csv.write_csv(table, path)
+        else:
+            pq.write_table(table, path)
+        return path
+
+    def of(self, user):
+        return sorted((row for row in self.rows if row[0] == user), key=lambda row: row[2])
+
+
+def raw_item(index, demo):
+    return 1000 + index if demo.item_id_type == "int64" else f"item-{index}"
+
+
+def index_of(raw, demo):
+    number = raw - 1000 if demo.item_id_type == "int64" else int(raw.removeprefix("item-"))
+    return number if 1 <= number <= demo.items else 0
+
+
+def random_log(draw, demo, users, most, first=START):
+    """Everybody's whole history, unknown items and ties included."""
+    log = Log()
+    for user in users:
+        time = int(first + draw.integers(0, DAY))
+        for _ in range(int(draw.integers(0, most + 1))):
+            time += int(draw.integers(0, 4 * DAY)) if draw.random() < 0.8 else 0
+            sides = {"action": int(draw.integers(8)), "tags": draw.integers(0, 8, draw.integers(0, 4)).tolist()}
+            # one in ten items is not in the catalogue
+            log.rows.append((user, raw_item(int(draw.integers(1, demo.items * 1.1)), demo), time, sides))
+    return log
+
+
+def histories_of(log, users, demo):
+    each = [log.of(user) for user in users]
+    rows = [row for rows in each for row in rows]
+    tags = [row[3]["tags"] for row in rows]
+    from fuxi_torchrec.serving.histories import Ragged
+
+    sides = {
+        "action": np.array([row[3]["action"] for row in rows], np.int64),
+        "tags": Ragged(
+            np.array([v for values in tags for v in values], np.int64), bounds_of(np.array([len(v) for v in tags], int))
+        ),
+    }
+    return Histories(
+        bounds_of(np.array([len(rows) for rows in each], np.int64)),
+        np.array([index_of(row[1], demo) for row in rows], np.int64),
+        np.array([row[2] for row in rows], np.int64),
+        {side.name: sides[side.name] for side in demo.sides},
+    )
+
+
+def export_of(path, log, users, demo):
+    """An export of these users' events in a log; ids are 0, 1, 2, ..."""
+    demo = replace(demo, histories=histories_of(log, users, demo), users=len(users))
+    write_demo_export(path, demo)
+    return path
+
+
+@dataclass
+class Found:
+    """A user in an export."""
+
+    row: dict
+    history: Histories
+    state: bytes | None
+
+
+def users_of(path):
+    """Everything an export holds about users."""
+    bundle = Bundle.open(path, "checksums")
+    found = {}
+    for users_path in bundle.parts(USERS):
+        number = part_number(users_path)
+        users = read_users(users_path)
+        histories = read_histories(bundle.path / part_name(HISTORIES, number), users.ids, bundle.manifest.sides)
+        states_path = bundle.path / part_name(STATES, number, "bin")
+        states = StateFile.open(states_path, bundle.manifest.model_id) if states_path.exists() else None
+        for n, user in enumerate(users.ids.to_pylist()):
+            row = {name: int(getattr(users, name)[n]) for name in ("as_of", "anchor_time", "anchor_count")}
+            row |= {name: int(getattr(users, name)[n]) for name in ("events", "last_time", "state_row")}
+            row["embedding"] = users.embedding[n]
+            state = None
+            if row["state_row"] >= 0:
+                records, valid = states.get([row["state_row"]])
+                assert valid.all()
+                state = records
+            assert user not in found
+            found[user] = Found(row, histories.select(np.array([n])), state)
+    assert bundle.manifest.users == len(found)
+    assert bundle.manifest.states == sum(one.state is not None for one in found.values())
+    return found
+
+
+def check_equals_full_export(path, log, demo, expected_users, late=()):
+    """Every user is as if encoded at once from the same anchor, asked at the same time."""
+    bundle = Bundle.open(path)
+    model, found = UserModel(bundle), users_of(path)
+    assert set(found) == set(expected_users)
+    for user, one in found.items():
+        whole = histories_of(Log([row for row in log.of(user) if row not in late]), [user], demo)
+        kept = whole.last(whole.lengths - one.row["anchor_count"])
+        assert one.row["events"] == len(kept.items)
+        assert one.history.items.tolist() == kept.items.tolist()
+        assert one.history.times.tolist() == kept.times.tolist()
+        if not len(kept.items):
+            assert not one.row["embedding"].any()
+            continue
+        assert one.row["anchor_time"] == kept.times[0]
+        assert one.row["last_time"] == kept.times[-1]
+        offsets, times = torch.from_numpy(kept.offsets), torch.from_numpy(kept.times)
+        y = model.encoder(model.rows(kept), offsets, times, torch.tensor([one.row["as_of"]]))
+        vector = scaled(y[-1:], bundle.manifest.metric)[0]
+        torch.testing.assert_close(torch.from_numpy(one.row["embedding"]), vector.detach(), atol=1e-5, rtol=1e-5)
+        assert (one.state is not None) == (one.row["events"] >= bundle.manifest.state_min_events)
+        if one.state is not None:
+            assert_states_close(model.read(one.state), model.encode(kept))
+    return found
+
+
+def assert_states_close(one, other, tolerance=1e-5):
+    assert one.count.tolist() == other.count.tolist()
+    assert one.pending_time.tolist() == other.pending_time.tolist()
+    for a, b in zip(one._tensors(), other._tensors(), strict=True):
+        torch.testing.assert_close(a, b, atol=tolerance, rtol=tolerance)

@@ -1,0 +1,263 @@
+"""A refreshed export is the export that would have been made of everything at once."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, Bundle, ExportError
+from fuxi_torchrec.serving.demo import DAY, START, DemoExport
+from fuxi_torchrec.serving.parts import part_name
+from fuxi_torchrec.serving.refresh import refresh
+from fuxi_torchrec.serving.tests.exports import SIDES, Log, check_equals_full_export, export_of, random_log, users_of
+
+DEMO = DemoExport(items=40, max_length=24, state_min_events=10, users_per_part=5)
+DEMO = replace(DEMO, model={**DEMO.model, "max_positions": 32})
+ROOT = Path(__file__).parents[3]
+
+
+def cut(log, draw, users):
+    """The log in two at a random place of each user's; the users at the end have nothing in the first part."""
+    before, after = Log(), Log()
+    for user in users:
+        rows = log.of(user)
+        place = int(draw.integers(0, len(rows) + 1)) if user < len(users) - 2 else 0
+        before.rows += rows[:place]
+        after.rows += rows[place:]
+    mixed = [after.rows[n] for n in np.argsort(draw.random(len(after.rows)), kind="stable")]
+    after.rows = sorted(mixed, key=lambda row: row[2])  # by time, users mixed; ties of one user in order
+    after.rows = (
+        [row for user in users for row in log.of(user) if row in after.rows]
+        if draw.random() < 0.5
+        else [row for _, row in sorted(((r[2], log.of(r[0]).index(r)), r) for r in after.rows)]
+    )
+    return before, after
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_refreshes_equal_a_full_export(tmp_path, seed):
+    draw = np.random.default_rng(seed)
+    demo = replace(DEMO, sides=SIDES if seed % 2 else (), metric="dot" if seed % 3 == 0 else "l2", seed=seed)
+    if seed % 4 == 1:
+        demo = replace(demo, item_id_type="string")
+    users = list(range(14))
+    log = random_log(draw, demo, users, most=70)
+    before, after = cut(log, draw, users)
+    first, second = cut(after, draw, users)
+    known = users[:-2]  # the last two are new
+    export_of(tmp_path / "full", before, known, demo)
+    refresh(tmp_path / "full", first.write(tmp_path / "1.parquet", demo.sides), tmp_path / "r1")
+    everything = Log(before.rows + first.rows)
+    there = {*known, *(row[0] for row in first.rows)}
+    check_equals_full_export(tmp_path / "r1", everything, demo, there)
+    summary = refresh(
+        tmp_path / "r1", second.write(tmp_path / "2.parquet", demo.sides), tmp_path / "r2", requery_all=bool(seed % 2)
+    )
+    everything.rows += second.rows
+    found = check_equals_full_export(tmp_path / "r2", everything, demo, there | {row[0] for row in second.rows})
+    assert all(one.row["events"] <= 32 for one in found.values())
+    assert not summary.late_events
+    if seed % 2:
+        assert {one.row["as_of"] for one in found.values()} == {summary.as_of}
+
+
+def small(tmp_path, users=12, most=20, seed=1):
+    draw = np.random.default_rng(seed)
+    log = random_log(draw, DEMO, range(users), most)
+    export_of(tmp_path / "a", log, range(users), DEMO)
+    return log, max(row[2] for row in log.rows)
+
+
+def same_content(one, other):
+    a, b = users_of(one), users_of(other)
+    assert a.keys() == b.keys()
+    for user in a:
+        assert {k: v for k, v in a[user].row.items() if k not in ("embedding", "state_row")} == {
+            k: v for k, v in b[user].row.items() if k not in ("embedding", "state_row")
+        }
+        assert (a[user].row["embedding"] == b[user].row["embedding"]).all()
+        assert a[user].history.items.tolist() == b[user].history.items.tolist()
+    return True
+
+
+def test_applying_the_same_events_again_changes_nothing(tmp_path):
+    _, last = small(tmp_path)
+    events = Log([(3, 1001, last, {}), (3, 1002, last + 5, {}), (50, 1003, last + 6, {})])
+    first = refresh(tmp_path / "a", events.write(tmp_path / "e.parquet"), tmp_path / "b")
+    assert (first.touched_users, first.new_users, first.events) == (2, 1, 3)
+    # the same command once more, as a scheduler may do
+    again = refresh(tmp_path / "a", tmp_path / "e.parquet", tmp_path / "b")
+    assert again.already_done
+    # the same events, in another file, on the refreshed export
+    third = refresh(tmp_path / "b", events.write(tmp_path / "other.csv"), tmp_path / "c")
+    assert third.applied_before and not third.touched_users
+    assert same_content(tmp_path / "b", tmp_path / "c")
+    fourth = refresh(tmp_path / "c", tmp_path / "e.parquet", tmp_path / "d")
+    assert fourth.applied_before and same_content(tmp_path / "b", tmp_path / "d")
+
+
+def test_untouched_parts_are_the_same_files(tmp_path):
+    _, last = small(tmp_path)
+    events = Log([(0, 1001, last + 1, {})]).write(tmp_path / "e.csv")
+    summary = refresh(tmp_path / "a", events, tmp_path / "b")
+    assert (summary.parts_rewritten, summary.parts_linked) == (1, 2)
+    for folder in (USERS, HISTORIES):
+        for number, same in ((0, False), (1, True), (2, True)):
+            name = part_name(folder, number)
+            assert os.path.samefile(tmp_path / "a" / name, tmp_path / "b" / name) == same
+    assert os.path.samefile(tmp_path / "a/tables.safetensors", tmp_path / "b/tables.safetensors")
+    # asking everybody again leaves histories and states as they are
+    refresh(tmp_path / "b", events, tmp_path / "c", as_of=last + 5 * DAY, requery_all=True)
+    assert {one.row["as_of"] for one in users_of(tmp_path / "c").values()} == {last + 5 * DAY}
+    assert os.path.samefile(tmp_path / "b" / part_name(STATES, 1, "bin"), tmp_path / "c" / part_name(STATES, 1, "bin"))
+
+
+def test_late_events_are_counted_and_left_out(tmp_path):
+    log, last = small(tmp_path)
+    user = next(u for u in range(12) if len(log.of(u)) > 3)
+    mine = log.of(user)[-1][2]
+    late = [(user, 1001, mine - 1, {}), (user, 1002, START - DAY, {})]
+    events = Log([*late, (user, 1003, mine, {}), (user, 1004, last + 9, {})]).write(tmp_path / "e.csv")
+    summary = refresh(tmp_path / "a", events, tmp_path / "b")
+    assert summary.late_events == 2
+    new = Log(log.rows + [(user, 1003, mine, {}), (user, 1004, last + 9, {})])
+    for n, row in enumerate(new.rows):
+        new.rows[n] = (*row[:3], {"action": 0, "tags": []})
+    check_equals_full_export(tmp_path / "b", new, DEMO, range(12))
+    only_late = Log(late).write(tmp_path / "late.csv")
+    assert refresh(tmp_path / "a", only_late, tmp_path / "c").parts_linked == 3
+
+
+def test_forgotten_users_are_gone(tmp_path):
+    log, last = small(tmp_path)
+    events = Log([(1, 1001, last + 1, {}), (2, 1002, last + 2, {}), (77, 1001, last + 3, {})])
+    summary = refresh(tmp_path / "a", events.write(tmp_path / "e.csv"), tmp_path / "b", forget=[2, 11, 77, 500])
+    assert (summary.forgotten_users, summary.unknown_forgotten, summary.forgotten_events) == (2, 2, 2)
+    found = users_of(tmp_path / "b")
+    assert found.keys() == set(range(12)) - {2, 11}
+    new = Log([(*row[:3], {"action": 0, "tags": []}) for row in log.rows + events.rows[:1]])
+    check_equals_full_export(tmp_path / "b", new, DEMO, set(range(12)) - {2, 11})
+    # and their bytes are in no file of the new export that they were in before
+    bundle = Bundle.open(tmp_path / "b")
+    assert bundle.manifest.users == 10
+    assert not os.path.samefile(tmp_path / "a" / part_name(USERS, 2), tmp_path / "b" / part_name(USERS, 2))
+
+
+def test_everybody_can_be_forgotten(tmp_path):
+    _, last = small(tmp_path, users=3)
+    events = Log([(9, 1001, last, {})]).write(tmp_path / "e.csv")
+    refresh(tmp_path / "a", events, tmp_path / "b", forget=[0, 1, 2])
+    assert users_of(tmp_path / "b").keys() == {9}
+    refresh(tmp_path / "b", Log([(9, 1001, last, {})]).write(tmp_path / "e.csv"), tmp_path / "c", forget=[9])
+    assert not users_of(tmp_path / "c")
+
+
+def test_a_damaged_state_is_encoded_again(tmp_path):
+    log, last = small(tmp_path, most=30)
+    found = users_of(tmp_path / "a")
+    users = [user for user, one in found.items() if user < 5 and one.row["state_row"] >= 0]
+    assert len(users) >= 2
+    path = tmp_path / "a" / part_name(STATES, 0, "bin")
+    data = bytearray(path.read_bytes())
+    for at in range(4096 + 100, len(data), 1000):
+        data[at] ^= 1
+    path.write_bytes(data)
+    events = Log([(users[0], 1001, last + 1, {})])
+    summary = refresh(tmp_path / "a", events.write(tmp_path / "e.csv"), tmp_path / "b")
+    assert summary.damaged_states == len(users)
+    new = Log([(*row[:3], {"action": 0, "tags": []}) for row in log.rows + events.rows])
+    check_equals_full_export(tmp_path / "b", new, DEMO, range(12))
+
+
+@pytest.mark.parametrize("folder", [USERS, HISTORIES])
+def test_damaged_files_are_refused(tmp_path, folder):
+    _, last = small(tmp_path)
+    path = tmp_path / "a" / part_name(folder, 0)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    events = Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
+    with pytest.raises(ExportError, match=r"part-00000.parquet has another checksum"):
+        refresh(tmp_path / "a", events, tmp_path / "b")
+    assert not (tmp_path / "b").exists() and not list(tmp_path.glob(".b*"))
+
+
+def test_an_output_is_never_written_over(tmp_path):
+    _, last = small(tmp_path)
+    events = Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
+    refresh(tmp_path / "a", events, tmp_path / "b")
+    with pytest.raises(ExportError, match="exists and is not this refresh"):
+        refresh(tmp_path / "a", events, tmp_path / "b", as_of=last + 5)
+    (tmp_path / "c").mkdir()
+    with pytest.raises(ExportError, match="exists"):
+        refresh(tmp_path / "a", events, tmp_path / "c")
+
+
+def test_two_refreshes_into_one_output(tmp_path):
+    _, last = small(tmp_path)
+    events = Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
+
+    def second(what, done, total):
+        with pytest.raises(ExportError, match="another refresh is writing it"):
+            refresh(tmp_path / "a", events, tmp_path / "b")
+        tried.append(what)
+
+    tried = []
+    refresh(tmp_path / "a", events, tmp_path / "b", progress=second)
+    assert tried and len(users_of(tmp_path / "b")) == 12
+    assert not list(tmp_path.glob(".b*"))
+
+
+def test_a_killed_refresh_leaves_nothing_in_the_way(tmp_path):
+    _, last = small(tmp_path)
+    Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
+    code = (
+        "import os, signal; from fuxi_torchrec.serving.refresh import refresh\n"
+        "refresh('a', 'e.csv', 'b', progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == -9 and not (tmp_path / "b").exists()
+    refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b")
+    assert len(users_of(tmp_path / "b")) == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("user_id,item_id\n1,2\n", r"no column timestamp; the columns are user_id, item_id"),
+        ("user_id,item_id,timestamp\n1,,5\n", r"1 rows: item is null; the first is row 1"),
+        ("user_id,item_id,timestamp\nx,1001,1700000000\n", r"column user_id is VARCHAR, the export has user ids of"),
+        ("user_id,item_id,timestamp\n1,1001,1700000000000\n", r"1700000000000 looks like milliseconds"),
+        ("user_id,item_id,timestamp\n1,1001,soon\n", r"column timestamp is VARCHAR: times must be integers"),
+        ("user_id,item_id,timestamp\n1,1001,-5\n", r"1 rows: time is negative"),
+        ("", "the file is empty"),
+    ],
+)
+def test_bad_logs_are_refused(tmp_path, text, message):
+    small(tmp_path)
+    (tmp_path / "e.csv").write_text(text)
+    with pytest.raises(DataError, match=message):
+        refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b")
+    assert not (tmp_path / "b").exists()
+
+
+def test_bad_rows_can_be_left_out(tmp_path):
+    _, last = small(tmp_path)
+    (tmp_path / "e.csv").write_text(f"user_id,item_id,timestamp\n1,,5\n1,1001,{last}\n,1001,{last}\n")
+    summary = refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b", on_bad_rows="skip")
+    assert summary.bad_rows == {"user is null": 1, "item is null": 1} and summary.touched_users == 1
+
+
+def test_an_empty_log_and_timestamps_as_dates(tmp_path):
+    small(tmp_path)
+    (tmp_path / "e.csv").write_text("user_id,item_id,timestamp\n")
+    assert refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b").parts_linked == 3
+    (tmp_path / "d.csv").write_text("user_id,item_id,timestamp\n1,1001,2026-01-01 00:00:00\n")
+    refresh(tmp_path / "a", tmp_path / "d.csv", tmp_path / "c")
+    assert users_of(tmp_path / "c")[1].row["last_time"] == 1767225600

@@ -1,0 +1,143 @@
+"""Trained runs for tests of evaluation and export, and what plain Python makes of them."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+
+from fuxi_torchrec.config import Config
+from fuxi_torchrec.data.tests.small import make_dataset, random_histories
+from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
+from integration_tests import runs
+
+ITEMS, PATTERNS = 60, 17
+CUTS, BUCKETS = (1, 5, 10, 50, 200), (20, 50, 200, 1_000, 5_000)
+SETTINGS = ["train.max_steps=2", "train.epochs=9", "batch.max_length=24", "data.min_item_events=18"]
+
+
+def dataset(path, side=None, seed=4):
+    """40 users of 1 to 70 events; one of them has an event only."""
+    histories = random_histories(seed, 40, 70, ITEMS)
+    histories[7] = (histories[7][0][:1], histories[7][1][:1])
+    return make_dataset(path, histories, ITEMS, block_users=11, side=side)
+
+
+def train(run_dir, settings, pattern=False):
+    """Train a little, and with a pattern put small integers with many equal rows in place of the item table."""
+    from fuxi_torchrec.embeddings.sharding import local_parts
+
+    made, _ = runs.trainer(run_dir, [*SETTINGS, *settings])
+    made.train()
+    if pattern:
+        generator = torch.Generator().manual_seed(1)
+        rows = torch.randint(-2, 3, (PATTERNS, made.config.model.dim), generator=generator).float()
+        rows = rows[torch.arange(ITEMS + 1) % PATTERNS]
+        for part in local_parts(made.model):
+            if part.table == "item_table":
+                (a, b), (n, m) = (part.first_row, part.first_column), part.tensor.shape
+                part.tensor.detach().copy_(rows[a : a + n, b : b + m])
+        made.save()
+    return made.progress.step
+
+
+def load(run_dir, **options):
+    from fuxi_torchrec.retrieval import loading
+
+    return loading.load(run_dir, runs.here(), **options)
+
+
+def attempt(function, *arguments, **options):
+    """The error of a call, or None."""
+    try:
+        function(*arguments, **options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+# --- by plain Python -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plain:
+    """A run without shards."""
+
+    config: Config
+    encoder: FuXiLinearEncoder
+    table: torch.Tensor
+    sides: dict
+    known: np.ndarray
+    histories: list  # items, times, action of each user
+
+
+def plain(run_dir, data, step=None):
+    from fuxi_torchrec.training.run_directory import RunDirectory
+    from fuxi_torchrec.training.unshard import read_plain
+
+    config = RunDirectory(run_dir).read_config()
+    which = f"step-{step:09d}" if step else (Path(run_dir) / "checkpoints" / "latest").read_text().strip()
+    weights = read_plain(Path(run_dir) / "checkpoints" / which)
+    encoder = FuXiLinearEncoder(config.model).eval().requires_grad_(False)
+    encoder.load_state_dict({k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")})
+    known = np.concatenate([[False], pq.read_table(Path(run_dir) / "items.parquet")["known"].to_numpy()])
+    rows = pq.read_table(f"{data}/part-00000.parquet").to_pylist()
+    histories = [(row["user_id"], row["item"], row["timestamp"], row.get("action")) for row in rows]
+    sides = {k: v for k, v in weights.items() if k.startswith("side_")}
+    return Plain(config, encoder, weights["item_table"], sides, known, histories)
+
+
+def vectors(run, users):
+    """(B, D) of users given as items, times, actions and the time asked: the forward pass over the last events."""
+    n = run.config.batch.max_length
+    rows = run.table[[i if run.known[i] else 0 for items, *_ in users for i in items[-n:]]]
+    if run.sides:
+        rows = rows + run.sides["side_action"][[a for _, _, actions, _ in users for a in actions[-n:]]]
+    ends = torch.tensor([len(items[-n:]) for items, *_ in users]).cumsum(0)
+    times = torch.tensor([t for _, times, *_ in users for t in times[-n:]])
+    asked = torch.tensor([each for *_, each in users])
+    found = run.encoder(rows, torch.cat([torch.zeros(1, dtype=torch.int64), ends]), times, asked)[ends - 1]
+    return torch.nn.functional.normalize(found, dim=1) if run.config.loss.metric == "l2" else found
+
+
+def candidates(run):
+    rows = run.table
+    return torch.nn.functional.normalize(rows, dim=1) if run.config.loss.metric == "l2" else rows
+
+
+def ranks(run, part, request_time, filter_seen):
+    """(rank or None, history length) of every user with a target, counted one candidate after another."""
+    ends = [(user, len(user[1]) - (1 if part == "test" else 2)) for user in run.histories]
+    ends = [(user, at) for user, at in ends if at >= 1]
+    back = 0 if request_time == "target" else 1
+    users = [(i[:at], t[:at], a and a[:at], t[at - back]) for (_, i, t, a), at in ends]
+    table, found = candidates(run).double(), []
+    all_scores = (vectors(run, users).double() @ table.T).tolist()
+    for ((_, items, _, _), at), scores in zip(ends, all_scores, strict=True):
+        target = items[at]
+        if not run.known[target]:
+            found.append((None, at))
+            continue
+        seen = set(items[:at]) if filter_seen else set()
+        others = [i for i in np.flatnonzero(run.known).tolist() if i != target and i not in seen]
+        # equal rows are ties, whatever the rounding
+        tied = (table == table[target]).all(1).tolist()
+        found.append((1 + sum(scores[i] > scores[target] and not tied[i] for i in others), at))
+    return found
+
+
+def metrics(found):
+    n = len(found)
+    known = [rank for rank, _ in found if rank is not None]
+    result = {f"hr@{k}": sum(r <= k for r in known) / n for k in CUTS}
+    result |= {f"ndcg@{k}": sum(1 / math.log2(r + 1) for r in known if r <= k) / n for k in CUTS}
+    return result | {"mrr": sum(1 / r for r in known) / n, "users": n, "unknown_targets": n - len(known)}
+
+
+def bucketed(found):
+    names = [*(f"<={bound}" for bound in BUCKETS), ">5000"]
+    which = [next((f"<={b}" for b in BUCKETS if length <= b), ">5000") for _, length in found]
+    groups = {name: [f for f, w in zip(found, which, strict=True) if w == name] for name in names}
+    return {**metrics(found), "by_history_length": {name: metrics(group) for name, group in groups.items() if group}}

@@ -1,0 +1,168 @@
+"""Exact evaluation: equal to counting, from any checkpoint on any number of processes; and what is refused."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from integration_tests import retrieval_runs as small
+from integration_tests import runs
+
+SHARDINGS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+
+
+def evaluate(run_dir, splits=("test",), filters=(False, True), **options):
+    from fuxi_torchrec.retrieval.evaluate import evaluate as run_it
+
+    run = small.load(run_dir, **options)
+    return {(split, seen): run_it(run, split, filter_seen=seen) for split in splits for seen in filters}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return small.dataset(tmp_path_factory.mktemp("evaluate") / "set").path
+
+
+@pytest.fixture(scope="module")
+def trained(workers, data, tmp_path_factory):
+    """A run whose items are small integers with many equal rows, saved under each sharding."""
+    place = tmp_path_factory.mktemp("runs")
+    for sharding in SHARDINGS:
+        settings = [f"data.path={data}", f"tables.sharding={sharding}", "loss.metric=dot"]
+        workers(2).run(small.train, place / sharding, settings, pattern=True)
+    return place
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_metrics_are_those_of_counting_on_1_2_and_4_processes(workers, trained, data, sharding):
+    run = small.plain(trained / sharding, data)
+    expected = {}
+    for seen in (False, True):
+        for request_time in ("target", "last"):
+            found = small.ranks(run, "test", request_time, seen)
+            expected[seen, request_time] = small.bucketed(found)
+    assert expected[False, "last"]["unknown_targets"] > 0
+    assert expected[False, "last"] != expected[True, "last"]
+    for processes in (1, 2, 4):
+        results = workers(processes).run(evaluate, trained / sharding)
+        assert all(each.keys() == results[0].keys() for each in results)
+        for (_, seen), found in results[0].items():
+            assert found["users_without_target"] == 1
+            for request_time in ("target", "last"):
+                wanted = expected[seen, request_time]
+                groups = found[request_time].pop("by_history_length")
+                assert found[request_time] == pytest.approx(
+                    {k: v for k, v in wanted.items() if k != "by_history_length"}
+                )
+                assert groups.keys() == wanted["by_history_length"].keys()
+                for name, metrics in groups.items():
+                    assert metrics == pytest.approx(wanted["by_history_length"][name])
+
+
+def test_ties_occur_in_these_tests(trained, data):
+    run = small.plain(trained / "row_wise", data)
+    assert len(run.table.unique(dim=0)) == small.PATTERNS < run.known.sum()
+
+
+def test_validation_targets_are_ranked_as_training_ranks_them(workers, trained, data):
+    (found,) = workers(1).run(evaluate, trained / "row_wise", ("valid",))
+    run = small.plain(trained / "row_wise", data)
+    for seen in (False, True):
+        expected = small.metrics(small.ranks(run, "valid", "target", seen))
+        assert {k: found["valid", seen]["target"][k] for k in expected} == pytest.approx(expected)
+        (trainer,) = workers(1).run(validated, trained / "row_wise", data, seen)
+        assert trainer == pytest.approx(expected)
+
+
+def validated(run_dir, data, seen):
+    settings = [*small.SETTINGS, f"data.path={data}", "loss.metric=dot", f"validation.filter_seen={str(seen).lower()}"]
+    return runs.trainer(run_dir, settings)[0].validate()
+
+
+def test_baselines_stand_beside_the_model(workers, trained):
+    (found,) = workers(1).run(evaluate, trained / "row_wise")
+    two = workers(2).run(evaluate, trained / "row_wise")[0]
+    for seen in (False, True):
+        baselines = found["test", seen]["baselines"]
+        assert baselines.keys() == {"popularity", "recent items", "transitions"}
+        for name, metrics in baselines.items():
+            assert {k: v for k, v in metrics.items() if k != "by_history_length"} == pytest.approx(
+                {k: v for k, v in two["test", seen]["baselines"][name].items() if k != "by_history_length"}
+            )
+
+
+def test_the_program_writes_a_file_and_prints_a_table(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "row_wise", run)
+    command = [sys.executable, "-m", "pipelines.evaluate", "--run-dir", run, "--filter-seen", "--request-time", "last"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((run / "eval-test.json").read_text())
+    assert found["filter_seen"] and "target" not in found
+    for words in ("asked at the last event's time", "popularity", "recent items", "transitions", "<=50", "hr@200"):
+        assert words in done.stdout
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+def refused(workers, run_dir, *words, processes=2, **options):
+    found = workers(processes).run(small.attempt, evaluate, run_dir, **options)
+    assert all(each is not None for each in found)
+    assert any(all(word in each for word in words) for each in found), found
+
+
+def test_checkpoints_that_cannot_be_used_are_refused(workers, trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "row_wise", run)
+    refused(workers, run, "no complete checkpoint 'best'", "step-000000002", which="best")
+    refused(workers, run, "no complete checkpoint '77'", which="77")
+    refused(workers, tmp_path / "nothing", "no run here")
+    description = run / "checkpoints" / "step-000000002" / "checkpoint.json"
+    about = json.loads(description.read_text())
+    description.write_text(json.dumps({**about, "format": 99}))
+    refused(workers, run, "format 99, this software reads 1")
+    about["identity"]["encoder"] = "7"
+    description.write_text(json.dumps(about))
+    refused(workers, run, "another version of this software")
+
+
+def test_other_data_is_refused_or_matched_by_raw_ids(workers, trained, tmp_path, data):
+    """The same events under other indices: with two items that the run has never seen."""
+    import numpy as np
+    import pyarrow.parquet as pq
+
+    run, other = small.plain(trained / "row_wise", data), str(tmp_path / "other")
+    order = np.random.default_rng(0).permutation(small.ITEMS) + 1  # new index of each item
+    histories = [(order[np.array(items) - 1], np.array(times)) for _, items, times, _ in run.histories]
+    made = small.make_dataset(other, histories, small.ITEMS + 2, block_users=7)
+    table = pq.read_table(made.file("items.parquet"))
+    raw = np.concatenate([(np.argsort(order) + 1) * 100, [77, 78]])
+    pq.write_table(table.set_column(0, "item_id", [raw.tolist()]), made.file("items.parquet"))
+
+    refused(workers, trained / "row_wise", "fingerprint", "--allow-other-data", data=other)
+    expected = workers(1).run(evaluate, trained / "row_wise")[0]
+    for processes in (1, 2):
+        found = workers(processes).run(evaluate, trained / "row_wise", data=other, allow_other_data=True)[0]
+        for seen in (False, True):
+            assert found["test", seen]["unknown_items"] == 2
+            assert not found["test", seen]["own_data"]
+            for request_time in ("target", "last"):
+                assert found["test", seen][request_time]["mrr"] == pytest.approx(
+                    expected["test", seen][request_time]["mrr"]
+                )
+
+
+def test_times_of_another_unit_are_refused(workers, trained, tmp_path, data):
+    other = tmp_path / "set"
+    shutil.copytree(data, other)
+    about = json.loads((other / "dataset.json").read_text())
+    (other / "dataset.json").write_text(json.dumps({**about, "time_unit": "ms"}))
+    refused(workers, trained / "row_wise", "times are in ms, the run's in s", data=str(other), allow_other_data=True)
+
+
+def test_nothing_to_evaluate_is_an_error(workers, tmp_path, trained):
+    lonely = small.make_dataset(tmp_path / "set", [([3], [1_600_000_000])] * 3, small.ITEMS).path
+    refused(workers, trained / "row_wise", "no user has a test target", data=lonely, allow_other_data=True)
