@@ -202,7 +202,8 @@ class State:
                 self.days[name] = Day(**day, stages=stages)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise DailyError(
-                f"{self.path}: not a readable state file: {error!r}. Move it away: finished outputs are recognised"
+                f"{self.path}: not a readable state file: {error!r}. Move it away: published days are known without "
+                "it, a day on its way must be done again with --redo"
             ) from None
 
     def save(self) -> None:
