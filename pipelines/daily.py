@@ -530,8 +530,9 @@ class _NoJobs:
 
 def dry_run(daily: Daily, jobs: TorchXJobs, day: str) -> None:
     """Show every stage's job, and submit none."""
-    current = daily.releases.current()
-    record = Day(base=current.day if current else None, kind=daily._kind(day, current))
+    current, record = daily.releases.current(), daily._record(day)
+    if not record.stages:
+        record = Day(base=current.day if current else None, kind=daily._kind(day, current))
     for stage in daily.stages(record):
         if stage in ("gate", "publish"):
             print(f"{stage}: in this process")
@@ -598,8 +599,10 @@ def _run(config: DailyConfig, options: argparse.Namespace) -> int:
             if options.dryrun:
                 daily = Daily(config, jobs)
                 days = [options.day or options.redo] if options.day or options.redo else daily.pending()
-                if days:
-                    dry_run(daily, jobs, days[0])
+                if not days:
+                    print("nothing to do")
+                for day in days[:1]:
+                    dry_run(daily, jobs, day)
                 return 0
             with locked(root / ".lock", "the pipeline"):
                 return _run_days(Daily(config, jobs), options)

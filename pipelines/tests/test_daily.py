@@ -599,6 +599,20 @@ def test_the_command_line(pipeline, tmp_path, capsys):
     assert "did you mean gate.metric?" in capsys.readouterr().err
 
 
+def test_a_dry_run_shows_each_stage_and_runs_none(pipeline, tmp_path, capsys):
+    made = pipeline(FakeJobs({"0": 0.1}), 1)
+    run(made)
+    made = pipeline(FakeJobs({}), 2)
+    jobs = daily_jobs.TorchXJobs(None, "local_cwd", made.config.jobs, made.layout.root)
+    daily.dry_run(made, jobs, "1")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[-6:]] == [*STAGES[:3], "gate", "export", "publish"]
+    assert lines[-5].startswith("train: torchx run dist.ddp -j 1x2 -m pipelines.train -- --config=configs/demo.yaml ")
+    assert f"--init-from={made.layout.run('0')}" in lines[-5] and "1" not in State(made.layout.root).days
+    daily.dry_run(made, jobs, "0")
+    assert "--init-from" not in capsys.readouterr().out, "a day that is done, as it was"
+
+
 def test_a_training_config_of_another_time_unit_is_refused(tmp_path):
     (tmp_path / "model.yaml").write_text("data:\n  time_unit: ms\n")
     config = daily_config.load(None, [f"train.config={tmp_path}/model.yaml"])
