@@ -6,7 +6,7 @@ VARIANT ?= cpu
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup doctor lint types unit check integration test format wheel clean
+.PHONY: help demo setup doctor lint types unit check integration test test-slurm format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ unit: setup  ## unit tests and doctests
 
 integration: setup  ## several processes, real TorchX launches
 	pytest integration_tests
+
+test-slurm: setup  ## a real Slurm on this machine alone, and a job through it (root, Debian; not part of test)
+	integration_tests/slurm/run.sh
 
 format: setup  ## rewrite the sources the way ruff wants them
 	ruff check --fix .

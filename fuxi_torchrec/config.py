@@ -91,7 +91,7 @@ class SideConfig:
 class TablesConfig:
     """The embedding tables; their width is model.dim."""
 
-    init_std: float = _key(0.02, "rows start normal with this deviation")
+    init_std: float = _key(0.02, "rows start normal with this deviation, within two of them")
     sharding: Sharding = _operational("row_wise", "how the item table is divided among processes")
     sides: dict[str, SideConfig] = field(
         default_factory=dict, metadata={"help": "side features by their column: {action: {pooling: mean}}"}

@@ -39,7 +39,9 @@ def train(run_dir, settings, pattern=False):
             if part.table == "item_table":
                 (a, b), (n, m) = (part.first_row, part.first_column), part.tensor.shape
                 part.tensor.detach().copy_(rows[a : a + n, b : b + m])
+        made._saved_at = -1  # the tensors are new
         made.save()
+        made.saver.wait()
     return made.progress.step
 
 
@@ -98,7 +100,10 @@ def vectors(run, users):
     ends = torch.tensor([len(items[-n:]) for items, *_ in users]).cumsum(0)
     times = torch.tensor([t for _, times, *_ in users for t in times[-n:]])
     asked = torch.tensor([each for *_, each in users])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny products: threads would only wait for each other
     found = run.encoder(rows, torch.cat([torch.zeros(1, dtype=torch.int64), ends]), times, asked)[ends - 1]
+    torch.set_num_threads(threads)
     return torch.nn.functional.normalize(found, dim=1) if run.config.loss.metric == "l2" else found
 
 

@@ -2,6 +2,7 @@
 
 import configparser
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -104,6 +105,30 @@ def test_a_kubernetes_dry_run_prints_a_complete_job():
         assert COMMAND in container["command"][-1]
         assert {"name": "PET_MAX_RESTARTS", "value": "3"} in container["env"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == "4"
+
+
+def documented(scheduler):
+    """The command in docs/operations.md for a scheduler."""
+    page = (ROOT / "docs" / "operations.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith(f"torchx run -s {scheduler} ")]
+    return shlex.split(line)[2:]
+
+
+def test_the_documented_slurm_command_makes_a_job_that_is_requeued():
+    done = torchx("--dryrun", *documented("slurm"))
+    assert done.returncode == 0, done.stdout
+    assert "TORCHX_MAX_RETRIES=5" in done.stdout
+    assert "--nnodes 2 --nproc_per_node 8" in done.stdout
+    assert "--run-dir /shared/runs/long" in done.stdout
+
+
+def test_the_documented_kubernetes_command_makes_a_job_with_shared_storage():
+    done = torchx("--dryrun", *documented("kubernetes"))
+    assert done.returncode == 0, done.stdout
+    job = yaml.safe_load(done.stdout.partition("=== SCHEDULER REQUEST ===")[2])
+    for task in job["spec"]["tasks"]:
+        (container,) = task["template"]["spec"]["containers"]
+        assert "/shared" in {mount["mountPath"] for mount in container["volumeMounts"]}
 
 
 def test_a_missing_argument_of_the_component_is_named():

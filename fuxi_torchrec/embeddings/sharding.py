@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -73,13 +74,20 @@ def _key(table: Table) -> str:
 
 
 def make_plan(
-    model: nn.Module, tables: Tables, optimizer: OptimizerConfig, world_size: int, local_size: int, device_type: str
+    model: nn.Module,
+    tables: Tables,
+    optimizer: OptimizerConfig,
+    world_size: int,
+    local_size: int,
+    device_type: str,
+    memory_bytes: int | None = None,
 ) -> ShardingPlan:
     """TorchRec's plan under the constraints of the config; the same on every process, without talking.
 
     Args:
         model: holds the collections, on any device.
         world_size, local_size: processes, and processes per host.
+        memory_bytes: of a process's device, or its share of the host for "cpu"; TorchRec's own guess if None.
     """
     check_shardable(tables, optimizer, world_size)
     constraints = {
@@ -91,7 +99,12 @@ def make_plan(
         for table in tables.all
     }
     topology = TopologyFactory.create_topology(
-        TrainerConfig(world_size=world_size, local_world_size=local_size),
+        TrainerConfig(
+            world_size=world_size,
+            local_world_size=local_size,
+            hbm_cap_bytes=memory_bytes if device_type != "cpu" else None,
+            ddr_cap_bytes=memory_bytes if device_type == "cpu" else None,
+        ),
         kernel_config=KernelConfig(compute_device=device_type),
     )
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
@@ -136,7 +149,8 @@ def shard(
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     """The model with its tables divided and the rest under DDP: a collective, planned on all processes first."""
     with failing_together("planning the tables' sharding"):
-        plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type)
+        memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else None
+        plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type, memory)
     own = hashlib.sha256(str(plan).encode()).hexdigest()
     everyone: list[str] = [""] * world.size
     dist.all_gather_object(everyone, own)
@@ -303,13 +317,22 @@ _BLOCK = 4096  # rows drawn by one generator
 
 @torch.no_grad()
 def fill_rows(tensor: Tensor, table: str, first_row: int, first_column: int, std: float, seed: int) -> None:
-    """Rows from ``first_row`` on, columns from ``first_column`` on, of an endless normal table."""
+    """Rows from ``first_row`` on, columns from ``first_column`` on, of an endless table.
+
+    Values are normal, within two deviations.
+    """
     rows, columns = tensor.shape
     for block in range(first_row // _BLOCK, -(-(first_row + rows) // _BLOCK)):
         digest = hashlib.sha256(f"{seed}/{table}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         # column by column: a slice of columns does not depend on the table's width
         begin, end = max(first_row, block * _BLOCK), min(first_row + rows, (block + 1) * _BLOCK)
-        drawn = torch.randn(first_column + columns, _BLOCK, generator=generator)
+        drawn = torch.rand(first_column + columns, _BLOCK, generator=generator)
         wanted = drawn[first_column:, begin - block * _BLOCK : end - block * _BLOCK].t()
-        tensor[begin - first_row : end - first_row].copy_(wanted * std)
+        tensor[begin - first_row : end - first_row].copy_(_normal_within(wanted, 2.0) * std)
+
+
+def _normal_within(uniform: Tensor, bound: float) -> Tensor:
+    """Uniform numbers between 0 and 1 to normal ones between −bound and bound."""
+    tail = 0.5 * math.erfc(bound / math.sqrt(2.0))
+    return torch.special.ndtri(tail + uniform.double() * (1.0 - 2.0 * tail)).to(uniform.dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
-from fuxi_torchrec.ops.precision import exactly
+from fuxi_torchrec.ops.precision import apply, exactly
 
 
 class ChunkPositions:
@@ -53,7 +53,7 @@ def positional(
     with_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``y_i = gain · Σ_{j≤i} (κ_i·κ_j) v_j + skip · v_i``, κ_i the table's row; and the state after the last event."""
-    y_TD, final_BKD = _Positional.apply(v_TD, table_RK, gain, skip, initial_BKD, chunks, positions, with_state)
+    y_TD, final_BKD = apply(_Positional, v_TD, table_RK, gain, skip, initial_BKD, chunks, positions, with_state)
     return y_TD, final_BKD
 
 

@@ -20,11 +20,28 @@ def exactly(function: F) -> F:
 
     @wraps(function)
     def run(ctx: Any, *args: Any) -> Any:
+        args = tuple(at_least_float32(a) if isinstance(a, Tensor) else a for a in args)
         device = next(a.device.type for a in args if isinstance(a, Tensor))
+        if not torch.is_autocast_enabled(device):  # switching off what is off takes longer than a small product
+            return function(ctx, *args)
         with torch.autocast(device, enabled=False):
-            return function(ctx, *(at_least_float32(a) if isinstance(a, Tensor) else a for a in args))
+            return function(ctx, *args)
 
     return run  # type: ignore[return-value]
+
+
+class _NothingKept:
+    """Stands for a context where no backward pass follows."""
+
+    def save_for_backward(self, *_: Tensor) -> None:
+        pass
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``; without gradients its forward alone, which is quicker for a few events."""
+    if torch.is_grad_enabled():
+        return function.apply(*args)
+    return function.forward(_NothingKept(), *args)
 
 
 def without_autocast(function: F) -> F:
@@ -33,6 +50,8 @@ def without_autocast(function: F) -> F:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
 

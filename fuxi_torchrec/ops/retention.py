@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
 from fuxi_torchrec.ops.decay import powers
-from fuxi_torchrec.ops.precision import exactly
+from fuxi_torchrec.ops.precision import apply, exactly
 
 
 def retention(
@@ -26,7 +26,7 @@ def retention(
     with_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``y_i = Σ_{j≤i} λ^{i−j+lag} (q_i·k_j) v_j``, and the state after each user's last event."""
-    y_THV, final_BHKV = _Retention.apply(q_THK, k_THK, v_THV, log_decay_H, initial_BHKV, chunks, lag, with_state)
+    y_THV, final_BHKV = apply(_Retention, q_THK, k_THK, v_THV, log_decay_H, initial_BHKV, chunks, lag, with_state)
     return y_THV, final_BHKV
 
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
 from fuxi_torchrec.ops.decay import LOWEST_EXPONENT, powers
-from fuxi_torchrec.ops.precision import exactly
+from fuxi_torchrec.ops.precision import apply, exactly
 
 
 def phase_vectors(times: Tensor, periods_H: Tensor, dtype: torch.dtype) -> Tensor:
@@ -78,7 +78,7 @@ def temporal(
 
     Values, gains and skips are those of the 2H sub-heads: H sin heads, then H cos heads.
     """
-    y_TGV, final_BGKV = _Temporal.apply(v_TGV, log_decay_H, gain_G, skip_G, initial_BGKV, times, with_state)
+    y_TGV, final_BGKV = apply(_Temporal, v_TGV, log_decay_H, gain_G, skip_G, initial_BGKV, times, with_state)
     return y_TGV, final_BGKV
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.data.batches import EventBatch
+from fuxi_torchrec.data.filesystem import read_bytes
 from fuxi_torchrec.distributed import failing_together
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
 from fuxi_torchrec.logging import get_logger
@@ -40,6 +41,7 @@ from fuxi_torchrec.serving.bundle import (
     ITEMS,
     MANIFEST,
     PROGRAMS,
+    SIDES,
     STATES,
     TABLES,
     USERS,
@@ -54,7 +56,7 @@ from fuxi_torchrec.serving.bundle import (
 from fuxi_torchrec.serving.histories import Column, Histories, Ragged, bounds_of
 from fuxi_torchrec.serving.parts import Users, part_name, sync, write_histories, write_users
 from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
-from fuxi_torchrec.serving.times import check_time, parse_time, show_time
+from fuxi_torchrec.serving.times import NAMES, PER_SECOND, YEAR, parse_time, show_time
 
 logger = get_logger(__name__)
 
@@ -73,6 +75,7 @@ RULES = {
     "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
 }
 
+_AHEAD = 100  # years after the data's last event that users can be asked at
 _TOKENS = 2**15  # events of a batch on a process
 _STATE_BYTES = 2**27  # of a batch's states, about
 _PART_EVENTS, _PART_USERS = 2**22, 2**16  # of a file of users
@@ -121,16 +124,24 @@ def choose_as_of(run: Loaded, options: ExportOptions) -> int:
     info = run.dataset.info
     if options.as_of is None:
         return info.last_time
-    as_of = check_time(parse_time(options.as_of, info.time_unit), info.last_time, info.time_unit, "--as-of")
-    if as_of < info.first_time:
+    as_of, unit = parse_time(options.as_of, info.time_unit), info.time_unit
+    first, latest = info.first_time, info.last_time + _AHEAD * YEAR * PER_SECOND[unit]
+    if not first <= as_of <= latest:
+        for other, per_second in PER_SECOND.items():
+            if first <= as_of * PER_SECOND[unit] // per_second <= latest:
+                raise ExportError(f"--as-of {as_of} looks like {NAMES[other]}: the data's times are in {NAMES[unit]}")
+        if as_of > latest:
+            raise ExportError(
+                f"--as-of {as_of} is over {_AHEAD} years after the data, whose times are in {NAMES[unit]}"
+            )
         raise ExportError(
-            f"--as-of {as_of} ({show_time(as_of, info.time_unit)}) is before the data's first event, {info.first_time} "
-            f"({show_time(info.first_time, info.time_unit)}): times are in {info.time_unit}"
+            f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's first event, {first} "
+            f"({show_time(first, unit)}): times are in {NAMES[unit]}"
         )
     if as_of < info.last_time and not options.truncate:
         raise ExportError(
-            f"--as-of {as_of} ({show_time(as_of, info.time_unit)}) is before the data's last event, {info.last_time} "
-            f"({show_time(info.last_time, info.time_unit)}): a user is not asked before an event that is known. Give a "
+            f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's last event, {info.last_time} "
+            f"({show_time(info.last_time, unit)}): a user is not asked before an event that is known. Give a "
             "later time, or leave later events out with --truncate"
         )
     return as_of
@@ -210,6 +221,7 @@ class _Exporter:
         self._tables()
         model_id = self._model_id()
         items = self._items()
+        self._side_values()
         users, states = self._users(model_id)
         index = self._index(items)
         if self.options.programs:
@@ -267,12 +279,10 @@ class _Exporter:
         dist.barrier()
         with failing_together("writing the tables"), path.open("r+b") as file:
             for part in self._own_rows():
-                for rows in part.tensor.detach().split(_ITEM_ROWS):
-                    first = part.first_row + (
-                        rows.storage_offset() - part.tensor.storage_offset()
-                    ) // part.tensor.stride(0)
-                    file.seek(begins[part.table] + first * part.tensor.shape[1] * 4)
-                    file.write(rows.float().cpu().contiguous().numpy().data)
+                count, dim = part.tensor.shape
+                file.seek(begins[part.table] + part.first_row * dim * 4)
+                for begin in range(0, count, _ITEM_ROWS):
+                    file.write(part.tensor[begin : begin + _ITEM_ROWS].detach().float().cpu().contiguous().numpy().data)
             file.flush()
             os.fsync(file.fileno())
         dist.barrier()
@@ -329,6 +339,20 @@ class _Exporter:
             self.own_files.append(name)
         return _summed(count)
 
+    def _side_values(self) -> None:
+        """What text values of side features stand for, so that new events can be understood."""
+        dataset, used = self.run.dataset, {side.name for side in self.sides}
+
+        def work() -> None:
+            for name in (side.name for side in dataset.info.sides if side.vocabulary and side.name in used):
+                (self.directory / SIDES).mkdir(exist_ok=True)
+                path = self.directory / SIDES / f"{name}.parquet"
+                path.write_bytes(read_bytes(dataset.file(f"side-{name}.parquet")))
+                sync(path)
+                self.own_files.append(f"{SIDES}/{name}.parquet")
+
+        on_first(self.world, "writing side features", work)
+
     # --- users -------------------------------------------------------------------------------------------------------
 
     def _users(self, model_id: str) -> tuple[int, int]:
@@ -352,7 +376,8 @@ class _Exporter:
             with failing_together("writing users"):
                 if step < len(own):
                     part = part or _Part(self, number + own[step], model_id)
-                    vectors = scaled(run.encoder.query(state, torch.full((len(batch),), self.as_of)), self.metric)
+                    asked = torch.full((len(batch),), self.as_of, device=run.model.device)
+                    vectors = scaled(run.encoder.query(state, asked), self.metric)
                     if not vectors.isfinite().all():
                         raise ExportError(f"{run.checkpoint}: the encoder's outputs are not finite")
                     part.add(batch, before, vectors.cpu().numpy(), state)

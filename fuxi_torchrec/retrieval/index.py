@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 
 EXACT_ITEMS = 200_000  # a larger catalogue is searched approximately
 NEAREST = 100  # recall of so many
-_LINKS, _BUILD_EFFORT, _SEARCH_EFFORT = 32, 80, 256  # HNSW's M, efConstruction, efSearch
+_LINKS, _BUILD_EFFORT, _SEARCH_EFFORT = 32, 40, 256  # HNSW's M, efConstruction, efSearch
 _TRAINING = 2**17  # vectors from which int8 learns its ranges
 
 

@@ -3,6 +3,7 @@
 manifest.json                written last: a directory without it is not an export
 encoder.safetensors          the encoder's parameters, by their names in FuXiLinearEncoder
 tables.safetensors           item_table (items + 1, D), and side_NAME of each side feature: raw rows
+sides/NAME.parquet           value, index: what text values of a side feature stand for; none if they are numbers
 items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
 users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
 histories/part-00000.parquet user_id, item, timestamp, side features: the encoded events, row by row as in users/
@@ -29,6 +30,7 @@ from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 VERSION = 1
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
 ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
+SIDES = "sides"
 ITEM_TABLE = "item_table"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.serving.bundle import INDEX, ITEMS, Bundle, ExportError
+from fuxi_torchrec.serving.bundle import INDEX, ITEMS, SIDES, Bundle, ExportError
 from fuxi_torchrec.serving.histories import Ints
 from fuxi_torchrec.serving.parts import combined, read_table
 
@@ -58,6 +58,17 @@ class Vocabulary:
     def find_few(self, raw: Sequence[Any]) -> list[int]:
         """The same of a few, fast."""
         return [self._of_raw.get(item, UNKNOWN) for item in raw]
+
+
+def side_values(bundle: Bundle) -> dict[str, dict[str, int]]:
+    """Of side features with text values: value to index. Values that are not there are 0."""
+    found = {}
+    for side in bundle.manifest.sides:
+        name = f"{SIDES}/{side.name}.parquet"
+        if name in bundle.manifest.files:
+            table = read_table(bundle.path / name, ["value", "index"])
+            found[side.name] = dict(zip(table["value"].to_pylist(), table["index"].to_pylist(), strict=True))
+    return found
 
 
 class Catalogue(Vocabulary):

@@ -21,6 +21,7 @@ from fuxi_torchrec.serving.bundle import (
     INDEX,
     ITEM_TABLE,
     ITEMS,
+    SIDES,
     STATES,
     TABLES,
     USERS,
@@ -52,6 +53,7 @@ class DemoExport:
         histories: given ones in place of random ones.
         state_min_events: shorter histories have no state.
         users_per_part: of users/, histories/ and states/.
+        text_sides: side features whose values are ``value-INDEX``.
     """
 
     items: int = 200
@@ -78,6 +80,7 @@ class DemoExport:
     user_id_type: str = "int64"
     sides: tuple[SideTable, ...] = ()
     side_rows: int = 8
+    text_sides: tuple[str, ...] = ()
     histories: Histories | None = None
     as_of: int | None = None
     index: bool = True
@@ -126,6 +129,11 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         sides=demo.sides,
     )
     _write_items(directory, demo, tables[ITEM_TABLE])
+    for name in demo.text_sides:
+        (directory / SIDES).mkdir(exist_ok=True)
+        index = np.arange(1, demo.side_rows)
+        known = pa.table({"value": [f"value-{n}" for n in index], "index": pa.array(index, pa.int32())})
+        pq.write_table(known, directory / SIDES / f"{name}.parquet")
     states = write_user_parts(
         Bundle(directory, manifest), raw_ids("user", 0, len(histories), demo.user_id_type), histories, demo
     )

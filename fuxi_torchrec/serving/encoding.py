@@ -12,7 +12,7 @@ AT_ONCE = 2**16  # events that are encoded in one call
 
 
 class UserModel:
-    """Encodes users as the export did.
+    """Encodes users as the export did; its tensors are for inference alone.
 
     Args:
         bundle: the export.
@@ -41,6 +41,7 @@ class UserModel:
         pooled = values.new_zeros(len(column), table.shape[1]).index_add_(0, event, values)
         return pooled / lengths.clamp(min=1).unsqueeze(1) if side.pooling == "mean" else pooled
 
+    @torch.inference_mode()
     def append(self, state: EncoderState, new: Histories) -> EncoderState:
         """States after more events."""
         if not len(new.items):
@@ -60,6 +61,7 @@ class UserModel:
             first = end
         return EncoderState.concatenate(states) if len(states) > 1 else states[0]
 
+    @torch.inference_mode()
     def vectors(self, state: EncoderState, times: Ints) -> Tensor:
         """(B, D) of users at a time, as scores use them; zero without events."""
         return scaled(self.encoder.query(state, torch.from_numpy(times)), self.manifest.metric)

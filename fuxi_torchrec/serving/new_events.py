@@ -17,7 +17,7 @@ from fuxi_torchrec.data.sources import find_files, literal, quote
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
 from fuxi_torchrec.serving.bundle import Bundle, Manifest, SideTable
-from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary
+from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary, side_values
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
 from fuxi_torchrec.serving.parts import ID_TYPES, combined
 from fuxi_torchrec.serving.times import check_time
@@ -67,13 +67,14 @@ def read_events(
 ) -> NewEvents:
     """Read a file, the files below a directory, those of a glob, or the log directory of a Recommender.
 
-    Times are in the export's unit, or timestamps. Side features are columns of their names, with dense indices.
+    Times are in the export's unit, or timestamps. Side features are columns of their names, with the text values that
+    the export knows, or with dense indices.
     """
-    manifest = bundle.manifest
+    manifest, values = bundle.manifest, side_values(bundle)
     if (Path(path) / LOG_FILE).exists():
-        table = _own_log(Path(path), manifest)
+        table = _own_log(Path(path), manifest, values)
     else:
-        table = _load(str(path), columns or LogColumns(), manifest)
+        table = _load(str(path), columns or LogColumns(), manifest, values)
     table, bad = _without_bad_rows(table, str(path), on_bad_rows)
     users, raw_items, times = combined(table["user"]), combined(table["item"]), table["time"].to_numpy()
     for value in (times.min(), times.max()) if len(times) else ():
@@ -82,7 +83,7 @@ def read_events(
         except ValueError as error:
             raise DataError(f"{path}: {error}") from None
     items = Vocabulary.read(bundle).find(raw_items)
-    sides = {side.name: _side(table[side.name], side, str(path)) for side in manifest.sides}
+    sides = {side.name: _side(table[side.name], side, str(path), values.get(side.name)) for side in manifest.sides}
     encoded = users.dictionary_encode()
     user = encoded.indices.to_numpy().astype(np.int64)
     order = np.lexsort((times, user))  # stable: ties keep the order of the log
@@ -108,7 +109,10 @@ def _digest(table: pa.Table) -> str:
 # --- logs ------------------------------------------------------------------------------------------------------------
 
 
-def _load(path: str, columns: LogColumns, manifest: Manifest) -> pa.Table:
+Values = dict[str, dict[str, int]]  # of side features with text values: value to index
+
+
+def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) -> pa.Table:
     """Columns user, item, time and side features, in the order of the files."""
     import duckdb
 
@@ -118,21 +122,21 @@ def _load(path: str, columns: LogColumns, manifest: Manifest) -> pa.Table:
         raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
     with duckdb.connect(":memory:", config={"threads": 2}) as connection:
         try:
-            reader = _reader(files, kinds.pop(), columns, manifest)
+            reader = _reader(files, kinds.pop(), columns, manifest, values)
             types = {row[0]: row[1] for row in connection.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()}
             for name in {columns.user, columns.item, columns.time} & types.keys():
                 # a CSV column without values is text to DuckDB
                 empty = f"SELECT count(*) FROM {reader} WHERE {quote(name)} IS NOT NULL"
                 if types[name] == "VARCHAR" and connection.execute(empty).fetchall() == [(0,)]:
                     types[name] = "BIGINT"
-            query = _query(types, columns, manifest, files[0])
+            query = _query(types, columns, manifest, values, files[0])
             found: pa.Table = connection.sql(f"SELECT {query} FROM {reader}").to_arrow_table()
         except duckdb.Error as error:
             raise DataError(f"{path}: {str(error).split(chr(10))[0]}") from None
     return found
 
 
-def _reader(files: Sequence[str], kind: str, columns: LogColumns, manifest: Manifest) -> str:
+def _reader(files: Sequence[str], kind: str, columns: LogColumns, manifest: Manifest, values: Values) -> str:
     names = ", ".join(literal(name) for name in files)
     if kind == "parquet":
         for name in files:
@@ -144,19 +148,16 @@ def _reader(files: Sequence[str], kind: str, columns: LogColumns, manifest: Mani
     for name in files:
         if os.path.getsize(name) == 0:
             raise DataError(f"{name}: the file is empty, not even a header")
-    # text ids stay as they are written: 007 is not 7
-    text = [
-        f"{literal(column)}: 'VARCHAR'"
-        for column, kind in ((columns.user, manifest.user_id_type), (columns.item, manifest.item_id_type))
-        if kind == "string"
-    ]
+    # text stays as it is written: 007 is not 7
+    ids = ((columns.user, manifest.user_id_type), (columns.item, manifest.item_id_type))
+    text = [f"{literal(name)}: 'VARCHAR'" for name in (*(name for name, kind in ids if kind == "string"), *values)]
     types = f", types = {{{', '.join(text)}}}" if text else ""
     delimiter = "\t" if all(name.endswith(".tsv") for name in files) else ","
     options = f"header = true, union_by_name = true, sample_size = -1, delim = {literal(delimiter)}"
     return f"read_csv([{names}], {options}{types})"
 
 
-def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, file: str) -> str:
+def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, values: Values, file: str) -> str:
     """What is selected: our names, our types."""
     sides = [side.name for side in manifest.sides]
     missing = [name for name in (columns.user, columns.item, columns.time, *sides) if name not in types]
@@ -181,6 +182,9 @@ def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, file:
             f"{manifest.time_unit}, or timestamps"
         )
     for side in manifest.sides:
+        if side.name in values:
+            wanted.append(f"CAST({quote(side.name)} AS VARCHAR) AS {quote(side.name)}")
+            continue
         kind = types[side.name].removesuffix("[]")
         if kind not in _INTEGERS or types[side.name].endswith("[]") != side.multiple:
             shape = "lists of dense indices" if side.multiple else "dense indices"
@@ -189,7 +193,7 @@ def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, file:
     return ", ".join(wanted)
 
 
-def _own_log(directory: Path, manifest: Manifest) -> pa.Table:
+def _own_log(directory: Path, manifest: Manifest, texts: Values) -> pa.Table:
     """Events of a Recommender's log; those before a user was forgotten are not among them."""
     rows: dict[Any, list[list[Any]]] = {}
     number = 0
@@ -206,9 +210,8 @@ def _own_log(directory: Path, manifest: Manifest) -> pa.Table:
         "time": pa.array([row[3] for row in ordered], pa.int64()),
     }
     for side in manifest.sides:
-        kind = pa.list_(pa.int64()) if side.multiple else pa.int64()
-        values = [(row[4] if len(row) > 4 else {}).get(side.name, [] if side.multiple else 0) for row in ordered]
-        columns[side.name] = pa.array(values, kind)
+        kind = pa.string() if side.name in texts else pa.list_(pa.int64()) if side.multiple else pa.int64()
+        columns[side.name] = pa.array([(row[4] if len(row) > 4 else {}).get(side.name) for row in ordered], kind)
     return pa.table(columns)
 
 
@@ -234,8 +237,10 @@ def _without_bad_rows(table: pa.Table, path: str, on_bad_rows: str) -> tuple[pa.
     return table.filter(pa.array(~any_bad)), counts
 
 
-def _side(column: pa.ChunkedArray, side: SideTable, path: str) -> Column:
+def _side(column: pa.ChunkedArray, side: SideTable, path: str, known: dict[str, int] | None) -> Column:
     """A missing value is 0, or no values."""
+    if known is not None:
+        return np.array([known.get(value, 0) for value in column.to_pylist()], np.int64)
     if not side.multiple:
         values: Ints = pc.fill_null(column, 0).to_numpy().astype(np.int64)
     else:

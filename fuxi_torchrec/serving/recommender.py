@@ -3,7 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.modules.state import EncoderState
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, Record, read_log
 from fuxi_torchrec.serving.bundle import Bundle, ExportError, SideTable
-from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search
+from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.stored import StoredUsers
@@ -50,7 +50,7 @@ class Answer:
         known: whether there is anything about the user; an unknown one is served as new.
         events: that the answer rests on, from the user's anchor.
         unknown_items: events of an anonymous history whose items the model does not know.
-        before_last_event: the time asked for lies before the user's last event and counts as that event's.
+        before_last_event: the time asked for lies before the user's last event: no time has passed since.
         model_id, export_as_of: of the export that answers.
     """
 
@@ -67,16 +67,14 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: ``user``, ``as_of``, ``items`` with ``item_id`` and ``score``, and the rest."""
-        plain = asdict(self)
-        plain["user"] = plain.pop("user_id")
-        scores = plain.pop("scores")
-        plain["items"] = [{"item_id": i, "score": s} for i, s in zip(plain.pop("items"), scores, strict=True)]
-        return {name: plain.pop(name) for name in ("user", "as_of", "items")} | plain
+        rest = {name: value for name, value in vars(self).items() if name not in ("user_id", "items", "scores")}
+        items = [{"item_id": item, "score": score} for item, score in zip(self.items, self.scores, strict=True)]
+        return {"user": self.user_id, "as_of": self.as_of, "items": items} | rest
 
 
 @dataclass(frozen=True)
 class Event:
-    """One event, with raw ids and, for models that have them, dense indices of side features."""
+    """One event, with raw ids and, for models that have them, side features: text as in the data, or indices."""
 
     user_id: UserId
     item_id: ItemId
@@ -146,7 +144,7 @@ class Recommender:
     ) -> None:
         self.bundle, self.manifest = bundle, bundle.manifest
         self._model = UserModel(bundle)
-        self._catalogue = Catalogue(bundle, search)
+        self._catalogue, self._side_values = Catalogue(bundle, search), side_values(bundle)
         self._stored = StoredUsers(bundle, self._model)
         self._lock = threading.Lock()
         self._recent: dict[UserId, _Recent] = {}
@@ -269,7 +267,7 @@ class Recommender:
             items: raw ids; unknown ones count as "an item I do not know".
             timestamps: rising, in the export's unit.
             time: of the request.
-            sides: dense indices of side features, a dictionary per event.
+            sides: side features, a dictionary per event.
         """
         items, timestamps = _plain(items), _plain(timestamps)
         if len(items) != len(timestamps):
@@ -315,7 +313,7 @@ class Recommender:
                 Answer(
                     user_id=request.user_id,
                     as_of=request.time,
-                    items=[self._catalogue.ids[place].as_py() for place in found.tolist()],
+                    items=self._catalogue.ids.take(found).to_pylist(),
                     scores=values,
                     known=known[n],
                     events=counts[n],
@@ -408,6 +406,10 @@ class Recommender:
     def states(self, user_ids: Sequence[UserId]) -> EncoderState:
         """States of users, every event so far included."""
         return self._states(self._snapshots(list(user_ids)))
+
+    def side_rows(self, name: str) -> int | None:
+        """How many values a side feature of numbers has; None for one of text."""
+        return None if name in self._side_values else len(self._model.sides[name])
 
     def info(self) -> dict[str, Any]:
         """Version and size of what is served."""
@@ -542,7 +544,9 @@ class Recommender:
 
     def _history(self, items: Sequence[int], events: Sequence[Event], lengths: Sequence[int]) -> Histories:
         times = np.array([event.timestamp for event in events], np.int64)
-        sides = {side.name: _side_column(side, events) for side in self.manifest.sides}
+        sides = {
+            side.name: _side_column(side, events, self._side_values.get(side.name)) for side in self.manifest.sides
+        }
         return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, sides)
 
     def _seen(self, snapshot: _Snapshot) -> Ints:
@@ -620,6 +624,10 @@ class Recommender:
             if side is None:
                 there = ", ".join(side.name for side in self.manifest.sides) or "none"
                 raise ValueError(f"event {n}: no side feature {name!r}; there are {there}")
+            if name in self._side_values:
+                if not isinstance(value, str):
+                    raise ValueError(f"event {n}: side feature {name} must be text, as in the data, not {value!r}")
+                continue
             rows = len(self._model.sides[name])
             values = value if side.multiple and isinstance(value, list | tuple) else [value]
             if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < rows for v in values):
@@ -644,7 +652,9 @@ def _packed(event: Event) -> list[Any]:
     return [*plain, event.sides] if event.sides else plain
 
 
-def _side_column(side: SideTable, events: Sequence[Event]) -> Column:
+def _side_column(side: SideTable, events: Sequence[Event], known: dict[str, int] | None) -> Column:
+    if known is not None:
+        return np.array([known.get((event.sides or {}).get(side.name, ""), 0) for event in events], np.int64)
     values = [(event.sides or {}).get(side.name, [] if side.multiple else 0) for event in events]
     if not side.multiple:
         return np.array(values, np.int64)

@@ -17,15 +17,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.modules.state import EncoderState
@@ -424,63 +425,54 @@ class _Refresh:
     ) -> None:
         """States and vectors of some rows of a part."""
         with self.clock("encoding"):
-            touched = added.lengths[rows] > 0
-            asked = touched | self.requery_all
-            with_state = np.flatnonzero(has_state[rows])
-            records, valid = torch.empty(0, 0, dtype=torch.uint8), np.zeros(0, bool)
-            if len(with_state):
-                assert old_states is not None
-                records, whole = old_states.get(users.state_row[rows[with_state]])
-                valid = whole.numpy()
-                self.summary.damaged_states += int((~valid).sum())
-            usable = np.zeros(len(rows), bool)
-            usable[with_state[valid]] = True
-            was_stored = users.state_row[rows] != NO_STATE
-            damaged = was_stored & ~usable & ~touched & (new_states is not None) & has_state[rows]
-            # from the state
-            on = np.flatnonzero(usable & asked)
-            where = np.cumsum(usable) - 1
-            sound = records[torch.from_numpy(valid)] if len(with_state) else records
-            pieces, order = [], []
-            if len(on):
-                state = self.model.read(sound[torch.from_numpy(where[on])])
-                pieces.append(self.model.append(state, added.select(rows[on])))
-                order.append(on)
-            # from the history
-            again = np.flatnonzero((asked & ~usable) | damaged)
-            if len(again):
-                pieces.append(self.model.encode(joined.select(rows[again])))
-                order.append(again)
-                self.summary.encoded_users += int((joined.lengths[rows[again]] > 0).sum())
-            states: dict[int, int] = {}
-            merged: EncoderState = self.model.like
-            if pieces:
-                merged = EncoderState.concatenate(pieces)
-                at = np.concatenate(order)
-                states = {int(row): n for n, row in enumerate(at)}
-                query = np.flatnonzero(asked[at])
-                vectors = self.model.vectors(
-                    merged.select(torch.from_numpy(query)), np.full(len(query), self.as_of, np.int64)
-                )
-                users.embedding[rows[at[query]]] = vectors.numpy()
-                users.as_of[rows[at[query]]] = self.as_of
-                self.summary.requeried_users += len(query)
+            records = self._whole_records(users, rows[has_state[rows]], old_states)
+            asked = [row for row in rows.tolist() if self.requery_all or added.offsets[row] < added.offsets[row + 1]]
+            continued = [row for row in asked if row in records]
+            encoded = [row for row in asked if row not in records]
+            damaged = set(rows[has_state[rows]].tolist()) - records.keys()
+            self.summary.damaged_states += len(damaged)
+            if new_states is not None:
+                encoded += sorted(damaged.difference(encoded))
+            state = self._states(continued, encoded, records, joined, added)
+            self.summary.encoded_users += int((joined.lengths[encoded] > 0).sum())
+            place = {row: n for n, row in enumerate(continued + encoded)}
+            if asked:
+                chosen = state.select([place[row] for row in asked])
+                users.embedding[asked] = self.model.vectors(chosen, np.full(len(asked), self.as_of)).numpy()
+                users.as_of[asked] = self.as_of
+                self.summary.requeried_users += len(asked)
         if new_states is None:
             return
         with self.clock("files"):
-            kept = np.flatnonzero(joined.lengths[rows] >= self.manifest.state_min_events)
-            # an untouched user whose history is long but was never given a state stays without one
-            kept = kept[[int(row) in states or bool(usable[row]) for row in kept]] if len(kept) else kept
+            records |= dict(zip(place, state.to_bytes(), strict=True))
+            enough = joined.lengths >= self.manifest.state_min_events
+            kept = [row for row in rows.tolist() if row in records and enough[row]]
             users.state_row[rows] = NO_STATE
-            if len(kept):
-                out = torch.empty(len(kept), new_states.record_bytes, dtype=torch.uint8)
-                encoded = [(n, states[int(row)]) for n, row in enumerate(kept) if int(row) in states]
-                copied = [(n, int(where[row])) for n, row in enumerate(kept) if int(row) not in states]
-                if encoded:
-                    out[[n for n, _ in encoded]] = merged.select([s for _, s in encoded]).to_bytes()
-                if copied:
-                    out[[n for n, _ in copied]] = sound[[s for _, s in copied]]
-                users.state_row[rows[kept]] = new_states.append(out)
+            if kept:
+                users.state_row[kept] = new_states.append(torch.stack([records[row] for row in kept]))
+
+    def _whole_records(self, users: Users, rows: Ints, old_states: StateFile | None) -> dict[int, Tensor]:
+        """Stored states by row, without damaged ones."""
+        if old_states is None or not len(rows):
+            return {}
+        records, whole = old_states.get(users.state_row[rows])
+        found = zip(rows.tolist(), records, whole.tolist(), strict=True)
+        return {row: record for row, record, fine in found if fine}
+
+    def _states(
+        self,
+        continued: list[int],
+        encoded: list[int],
+        records: dict[int, Tensor],
+        joined: Histories,
+        added: Histories,
+    ) -> EncoderState:
+        """States of users that go on from a stored one, then of those that are encoded from their history."""
+        pieces = [self.model.encode(joined.select(np.array(encoded, np.int64)))]
+        if continued:
+            stored = self.model.read(torch.stack([records[row] for row in continued]))
+            pieces.insert(0, self.model.append(stored, added.select(np.array(continued))))
+        return EncoderState.concatenate(pieces)
 
     # --- files -------------------------------------------------------------------------------------------------------
 
@@ -547,8 +539,3 @@ class _Clock:
 def _mask(ids: pa.Array, among: pa.Array) -> NDArray[np.bool_]:
     found: NDArray[np.bool_] = pc.is_in(ids, value_set=among).to_numpy(zero_copy_only=False)
     return found
-
-
-def summary_dict(summary: Summary) -> dict[str, Any]:
-    """For JSON."""
-    return asdict(summary)

@@ -6,11 +6,17 @@ import time
 PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 YEAR = 31_556_952  # seconds
-FAR, NEAR = 100, 10  # years
+BEFORE, AFTER = 40, 100  # years from an export's as_of that a time can be
+
+
+def bounds(as_of: int, unit: str) -> tuple[int, int]:
+    """The first and last time that can be meant. Seconds since 1970, taken as milliseconds, lie before the first."""
+    year = YEAR * PER_SECOND[unit]
+    return max(0, as_of - BEFORE * year), as_of + AFTER * year
 
 
 def check_time(value: int, as_of: int, unit: str, what: str = "time") -> int:
-    """A time that can be meant: not negative, within 100 years of the export, and not one of another unit.
+    """A time that can be meant: from 40 years before the export to 100 years after it.
 
     Example:
         >>> check_time(1_700_000_000_000, 1_700_000_000, "s")
@@ -18,20 +24,15 @@ def check_time(value: int, as_of: int, unit: str, what: str = "time") -> int:
             ...
         ValueError: time 1700000000000 looks like milliseconds: this export has its times in seconds
     """
-    if not 0 <= value < 2**63:
-        raise ValueError(f"{what} must be 0 to 2^63 - 1, in {NAMES[unit]} since 1970, not {value}")
-    year = YEAR * PER_SECOND[unit]
-    if abs(value - as_of) <= NEAR * year:
+    first, last = bounds(as_of, unit)
+    if first <= value <= last:
         return value
     for other, per_second in PER_SECOND.items():
-        if other != unit and abs(value * PER_SECOND[unit] // per_second - as_of) <= NEAR * year:
+        if first <= value * PER_SECOND[unit] // per_second <= last:
             raise ValueError(f"{what} {value} looks like {NAMES[other]}: this export has its times in {NAMES[unit]}")
-    if abs(value - as_of) > FAR * year:
-        away = abs(value - as_of) / year
-        raise ValueError(
-            f"{what} {value} is {away:,.0f} years from the export's as_of, {as_of}: times are in {NAMES[unit]}"
-        )
-    return value
+    raise ValueError(
+        f"{what} {value} must be {first} to {last}, in {NAMES[unit]} since 1970: the export was made as of {as_of}"
+    )
 
 
 def parse_time(text: str, unit: str) -> int:

@@ -193,8 +193,10 @@ class Checkpoints:
         complete = self.all()
         keep = set(complete[-self.keep_last :]) | {self.find(LATEST), self.find(BEST)}
         for path in complete:
-            if path not in keep:
-                shutil.rmtree(path, ignore_errors=True)
+            if path not in keep:  # out of the way first: a half removed one must not pass for a checkpoint
+                os.replace(path, path.with_name(_PARTIAL + path.name))
+        for path in self.directory.glob(f"{_PARTIAL}*"):  # also what killed processes left
+            shutil.rmtree(path, ignore_errors=True)
 
     # --- reading -----------------------------------------------------------------------------------------------------
 

@@ -214,7 +214,8 @@ def test_initial_rows_do_not_depend_on_processes_or_sharding(workers):
     items, action = expected["item_table"], expected["side_action"]
     assert (items[:5_000] != action).float().mean() > 0.99
     assert (items[:4_096] != items[4_096:8_192]).float().mean() > 0.99  # another generator from row 4096 on
-    assert abs(items.std() - 0.5) < 0.01 and abs(items.mean()) < 0.01
+    # a normal distribution cut at two deviations has 0.88 of its deviation
+    assert abs(items.std() - 0.88 * 0.5) < 0.01 and abs(items.mean()) < 0.01 and items.abs().max() <= 1.0
     # no two rows and no two columns are alike
     assert len(items.unique(dim=0)) == 9_000 and items.T.corrcoef().fill_diagonal_(0).abs().max() < 0.06
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import torch
 
 from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, Bundle, SideTable, scaled
-from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
+from fuxi_torchrec.serving.demo import DAY, START, write_demo_export
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.histories import Histories, bounds_of
 from fuxi_torchrec.serving.parts import part_name, part_number, read_histories, read_users

@@ -125,7 +125,7 @@ def test_late_events_are_counted_and_left_out(tmp_path):
     events = Log([*late, (user, 1003, mine, {}), (user, 1004, last + 9, {})]).write(tmp_path / "e.csv")
     summary = refresh(tmp_path / "a", events, tmp_path / "b")
     assert summary.late_events == 2
-    new = Log(log.rows + [(user, 1003, mine, {}), (user, 1004, last + 9, {})])
+    new = Log([*log.rows, (user, 1003, mine, {}), (user, 1004, last + 9, {})])
     for n, row in enumerate(new.rows):
         new.rows[n] = (*row[:3], {"action": 0, "tags": []})
     check_equals_full_export(tmp_path / "b", new, DEMO, range(12))

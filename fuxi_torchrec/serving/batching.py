@@ -1,0 +1,98 @@
+"""Requests of many callers, worked on together."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+class OverloadedError(RuntimeError):
+    """Too many requests are waiting."""
+
+
+class Batcher(Generic[Given, Result]):
+    """One thread that collects what callers submit and works on it at once.
+
+    Args:
+        work: a result for each of several inputs; an error is every caller's.
+        name: of the thread.
+        most: inputs of a batch.
+        window_seconds: how long to wait for more after the first.
+        waiting: inputs that may wait; more are refused.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Sequence[Given]], Sequence[Result]],
+        name: str,
+        most: int = 64,
+        window_seconds: float = 0.002,
+        waiting: int = 4096,
+        observe: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        self._work, self._most, self._window, self._observe = work, most, window_seconds, observe
+        self._queue: queue.Queue[tuple[Given, Future[Result]] | None] = queue.Queue(waiting)
+        self._closed = False
+        self._lock = threading.Lock()  # nothing is put behind the end
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, given: Given) -> "Future[Result]":
+        """Hand in one input."""
+        future: Future[Result] = Future()
+        with self._lock:
+            if self._closed:
+                raise OverloadedError("the service is shutting down")
+            try:
+                self._queue.put_nowait((given, future))
+            except queue.Full:
+                raise OverloadedError("too many requests are waiting") from None
+        return future
+
+    def close(self) -> None:
+        """Finish what was submitted, then end."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        more = True
+        while more:
+            batch, more = self._collect()
+            # a caller that went away has cancelled its future
+            batch = [(given, future) for given, future in batch if future.set_running_or_notify_cancel()]
+            if not batch:
+                continue
+            self._observe(len(batch))
+            try:
+                results = self._work([given for given, _ in batch])
+                for (_, future), result in zip(batch, results, strict=True):
+                    future.set_result(result)
+            except BaseException as error:
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(error)
+
+    def _collect(self) -> tuple[list[tuple[Given, "Future[Result]"]], bool]:
+        first = self._queue.get()
+        if first is None:
+            return [], False
+        batch, deadline = [first], time.monotonic() + self._window
+        while len(batch) < self._most:
+            try:
+                left = deadline - time.monotonic()
+                entry = self._queue.get(timeout=left) if left > 0 else self._queue.get_nowait()
+            except queue.Empty:
+                break
+            if entry is None:
+                return batch, False
+            batch.append(entry)
+        return batch, True

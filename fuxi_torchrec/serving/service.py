@@ -1,0 +1,439 @@
+"""A Recommender over HTTP. Needs the extra [serve]."""
+
+import asyncio
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from starlette.exceptions import HTTPException
+
+from fuxi_torchrec import __version__
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.serving import recommender as serving
+from fuxi_torchrec.serving.batching import Batcher, OverloadedError
+from fuxi_torchrec.serving.bundle import ExportError
+from fuxi_torchrec.serving.times import NAMES, bounds, check_time, now
+
+logger = get_logger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for.
+
+    Attributes:
+        k: items of an answer.
+        body_bytes: of a request.
+        events: of a request, appended or of a history.
+        batch: requests worked on together.
+        window_seconds: how long a request waits for others.
+        waiting: requests that may wait; more are refused with 503.
+    """
+
+    k: int = 1000
+    body_bytes: int = 2**20
+    events: int = 10_000
+    batch: int = 64
+    window_seconds: float = 0.002
+    waiting: int = 4096
+
+
+class Problem(BaseModel):
+    """What was wrong."""
+
+    detail: str
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number: 5.0 is an integer, as 5 is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+# almost 2^63: the description writes bounds as floats, and this one is the same number to everybody who reads it
+_MOST = 2**63 // 128_000 * 128_000
+Int64 = Annotated[int, Field(ge=-_MOST, le=_MOST), BeforeValidator(_whole)]
+Text = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+def _sides(recommender: serving.Recommender) -> type[BaseModel]:
+    """Side features of an event, by name."""
+    fields: dict[str, Any] = {}
+    for side in recommender.manifest.sides:
+        rows = recommender.side_rows(side.name)
+        if rows is None:
+            fields[side.name] = (Text | None, None)
+            continue
+        value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]
+        fields[side.name] = (list[value], []) if side.multiple else (value, 0)
+    return create_model("Sides", __base__=_Strict, **fields)
+
+
+def _problems(*codes: int) -> dict[int | str, dict[str, Any]]:
+    said = {
+        400: "The body cannot be read",
+        401: "The bearer token is missing or wrong",
+        405: "Another method",
+        413: "The body is too large",
+        422: "The body is not as described",
+        503: "Too many requests are waiting, or nothing can be written",
+    }
+    return {code: {"model": Problem, "description": said[code]} for code in codes}
+
+
+class Metrics:
+    """What Prometheus sees."""
+
+    def __init__(self, recommender: serving.Recommender) -> None:
+        self.registry = CollectorRegistry()
+        named: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("fuxi_requests", "Requests", ["path", "status"], **named)
+        self.seconds = Histogram(
+            "fuxi_request_seconds",
+            "Time to answer",
+            ["path"],
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5),
+            **named,
+        )
+        self.batch = Histogram(
+            "fuxi_batch_size", "Requests worked on together", ["what"], buckets=(1, 2, 4, 8, 16, 32, 64, 128), **named
+        )
+        self.events = Counter("fuxi_events", "Events received", ["outcome"], **named)
+        self.forgotten = Counter("fuxi_forgotten_users", "Users forgotten", **named)
+        self.unknown = Counter("fuxi_unknown_users", "Answers for unknown users", **named)
+        version = Gauge("fuxi_export", "The export that answers", ["model_id", "as_of"], **named)
+        version.labels(recommender.manifest.model_id, str(recommender.manifest.as_of)).set(1)
+        for name, what in (
+            ("cached_states", "States in memory"),
+            ("recent_events", "Events since the export"),
+            ("damaged_states", "States found damaged and encoded again"),
+            ("log_bytes", "Size of the append log"),
+        ):
+            gauge = Gauge(f"fuxi_{name}", what, **named)
+            gauge.set_function(partial(_read, recommender, name))
+
+
+def _read(recommender: serving.Recommender, name: str) -> float:
+    return float(recommender.info()[name])
+
+
+class Appended(BaseModel):
+    """What became of events."""
+
+    accepted: int = Field(description="events that are on disk now")
+    late: int = Field(description="events older than their user's last one, left out")
+    unknown_items: int = Field(description="events of items that the model does not know")
+
+
+class Forgotten(BaseModel):
+    """What became of users."""
+
+    forgotten: int = Field(description="users that were known")
+
+
+class Health(BaseModel):
+    """What is served."""
+
+    status: str
+    version: str
+    model_id: str
+    as_of: int
+    time_unit: str
+    items: int
+    users: int
+
+
+def create_app(recommender: serving.Recommender, token: str | None = None, limits: Limits | None = None) -> FastAPI:
+    """The service around a Recommender, which it closes at the end.
+
+    Args:
+        recommender: answers.
+        token: that callers must show, if given; /health and the description are open.
+        limits: of requests.
+    """
+    allowed = limits or Limits()
+    manifest = recommender.manifest
+    unit = NAMES[manifest.time_unit]
+    metrics = Metrics(recommender)
+    if TYPE_CHECKING:
+        UserId: TypeAlias = int | str
+        ItemId: TypeAlias = int | str
+        Time: TypeAlias = int
+        Sides: TypeAlias = BaseModel
+    else:  # what the export has
+        ids = {"int64": Int64, "string": Text}
+        UserId, ItemId = ids[manifest.user_id_type], ids[manifest.item_id_type]
+        first, last = bounds(manifest.as_of, manifest.time_unit)
+        Time = Annotated[
+            Whole,
+            AfterValidator(lambda value: check_time(value, manifest.as_of, manifest.time_unit)),
+            Field(json_schema_extra={"minimum": first, "maximum": last}),
+        ]
+        Sides = _sides(recommender)
+
+    class Recommend(_Strict):
+        """Ask for a user."""
+
+        user_id: UserId = Field(description="raw id; an unknown user is served as new")
+        time: Time | None = Field(None, description=f"in {unit} since 1970; the server's clock by default")
+        k: Whole = Field(10, ge=1, le=allowed.k, description="how many items")
+        exclude_seen: bool = Field(False, description="leave out the items of the user's history")
+
+    class PastEvent(_Strict):
+        """One event of a history."""
+
+        item_id: ItemId
+        timestamp: Time = Field(description=f"in {unit} since 1970")
+        sides: Sides | None = Field(None, description="side features")
+
+    class RecommendHistory(_Strict):
+        """Ask for a history that is not stored."""
+
+        events: list[PastEvent] = Field(max_length=allowed.events, description="sorted by time if they are not")
+        time: Time | None = Field(None, description=f"in {unit} since 1970; the server's clock by default")
+        k: Whole = Field(10, ge=1, le=allowed.k)
+        exclude_seen: bool = False
+
+    class NewEvent(PastEvent):
+        """One event of a user."""
+
+        user_id: UserId
+
+    class Append(_Strict):
+        """Tell what happened."""
+
+        events: list[NewEvent] = Field(min_length=1, max_length=allowed.events)
+
+    class Forget(_Strict):
+        """Remove users."""
+
+        user_ids: list[UserId] = Field(min_length=1, max_length=allowed.events)
+
+    class Item(BaseModel):
+        """One item."""
+
+        item_id: ItemId
+        score: float
+
+    class Recommendations(BaseModel):
+        """Items, best first."""
+
+        user: UserId | None
+        as_of: int = Field(description="when the user was asked")
+        items: list[Item]
+        known: bool = Field(description="false: nothing is known of the user")
+        events: int = Field(description="that the answer rests on")
+        before_last_event: bool = Field(description="the time lies before the user's last event")
+        unknown_items: int
+        model_id: str
+        export_as_of: int
+
+    asking: Batcher[serving.Request, serving.Answer] = Batcher(
+        recommender.answer,
+        "recommend",
+        allowed.batch,
+        allowed.window_seconds,
+        allowed.waiting,
+        metrics.batch.labels("recommend").observe,
+    )
+    telling: Batcher[list[serving.Event], serving.Appended] = Batcher(
+        recommender.append_events,
+        "append",
+        allowed.batch,
+        0.0,  # while one batch is being written, the next one gathers
+        allowed.waiting,
+        metrics.batch.labels("append").observe,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(asking.close)
+        await asyncio.to_thread(telling.close)
+        recommender.close()
+        logger.info("everything acknowledged is on disk; stopped")
+
+    def plain(sides: BaseModel | None) -> dict[str, Any] | None:
+        return sides.model_dump(exclude_none=True, exclude_unset=True) if sides is not None else None
+
+    bearer = HTTPBearer(auto_error=False)
+
+    async def check_token(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
+        if token is not None and (
+            shown is None or not hmac.compare_digest(shown.credentials.encode(errors="replace"), token.encode())
+        ):
+            raise HTTPException(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+
+    app = FastAPI(title="fuxi_torchrec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    closed: dict[str, Any] = {"dependencies": [Depends(check_token)]} if token is not None else {}
+    errors = (400, 413, 422, 503, *([401] if token is not None else []))
+    posts: dict[str, Any] = {**closed, "responses": _problems(*errors)}
+
+    @app.post("/recommend", response_model=Recommendations, **posts)
+    async def recommend(body: Recommend) -> Response:
+        when = body.time if body.time is not None else now(manifest.time_unit)
+        request = serving.Request(body.user_id, when, body.k, body.exclude_seen)
+        recommender.check(request)
+        answer = await asyncio.wrap_future(asking.submit(request))
+        if not answer.known:
+            metrics.unknown.inc()
+        return JSONResponse(answer.to_dict())
+
+    @app.post("/recommend-history", response_model=Recommendations, **posts)
+    async def recommend_history(body: RecommendHistory) -> Response:
+        when = body.time if body.time is not None else now(manifest.time_unit)
+        events = sorted(body.events, key=lambda event: event.timestamp)
+        answer = await asyncio.to_thread(
+            recommender.recommend_history,
+            [event.item_id for event in events],
+            [event.timestamp for event in events],
+            when,
+            body.k,
+            body.exclude_seen,
+            [plain(event.sides) or {} for event in events],
+        )
+        return JSONResponse(answer.to_dict())
+
+    @app.post("/append", **posts)
+    async def append(body: Append) -> Appended:
+        events = [serving.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides)) for e in body.events]
+        recommender.check_events(events)
+        done = await asyncio.wrap_future(telling.submit(events))
+        metrics.events.labels("accepted").inc(done.accepted)
+        metrics.events.labels("late").inc(done.late)
+        metrics.events.labels("unknown_item").inc(done.unknown_items)
+        return Appended(**vars(done))
+
+    @app.post("/forget", **posts)
+    async def forget(body: Forget) -> Forgotten:
+        count = await asyncio.to_thread(recommender.forget, body.user_ids)
+        metrics.forgotten.inc(count)
+        return Forgotten(forgotten=count)
+
+    @app.get("/health")
+    async def health() -> Health:
+        info = {name: recommender.info()[name] for name in ("model_id", "as_of", "time_unit", "items", "users")}
+        return Health(status="ok", version=__version__, **info)
+
+    @app.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}, **_problems(*errors[4:])},
+        **closed,
+    )
+    async def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    _answer_problems(app)
+    app.add_middleware(_Guard, limits=allowed, metrics=metrics, paths=frozenset(r.path for r in app.routes))  # type: ignore[attr-defined]
+    return app
+
+
+def _problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    return JSONResponse({"detail": detail}, status, headers)
+
+
+def _answer_problems(app: FastAPI) -> None:
+    """Every error is ``{"detail": text}``, and no text repeats what cannot be written as JSON."""
+
+    @app.exception_handler(RequestValidationError)
+    async def not_as_described(_: Request, error: RequestValidationError) -> Response:
+        said = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()[:10]]
+        text = "; ".join(said).encode("utf-8", "replace").decode()
+        return _problem(422, text)
+
+    @app.exception_handler(HTTPException)
+    async def refused(_: Request, error: HTTPException) -> Response:
+        return _problem(error.status_code, str(error.detail), dict(error.headers or {}))
+
+    @app.exception_handler(ExportError)
+    async def cannot_write(_: Request, error: ExportError) -> Response:
+        logger.error("%s", error)
+        return _problem(503, "the request cannot be served now; the log says why")
+
+    @app.exception_handler(OverloadedError)
+    async def overloaded(_: Request, error: OverloadedError) -> Response:
+        return _problem(503, str(error), {"Retry-After": "1"})
+
+    @app.exception_handler(ValueError)
+    async def cannot_be_meant(_: Request, error: ValueError) -> Response:
+        return _problem(400, str(error).encode("utf-8", "replace").decode())
+
+
+class _Guard:
+    """Limits bodies, counts requests and times them."""
+
+    def __init__(self, app: Any, limits: Limits, metrics: Metrics, paths: frozenset[str]) -> None:
+        self.app, self.limits, self.metrics, self.paths = app, limits, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+        path = scope["path"] if scope["path"] in self.paths else "other"
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            body = await self._body(scope, receive)
+            if body is None:
+                await _too_large(self.limits.body_bytes)(scope, receive, sending)
+            else:
+                await self.app(scope, _replayed(body, receive), sending)
+        finally:
+            self.metrics.requests.labels(path, str(status)).inc()
+            self.metrics.seconds.labels(path).observe(time.perf_counter() - began)
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if it is too large."""
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.limits.body_bytes:
+            return None
+        body = bytearray()
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self.limits.body_bytes:
+                return None
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _too_large(limit: int) -> JSONResponse:
+    return _problem(413, f"the body is larger than {limit:,} bytes", {"Connection": "close"})
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def again() -> MutableMapping[str, Any]:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

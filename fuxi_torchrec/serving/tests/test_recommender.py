@@ -1,0 +1,493 @@
+"""The Recommender answers as the model would, keeps what it was told, and stays right under threads and crashes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.serving import append_log
+from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
+from fuxi_torchrec.serving.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
+from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
+from fuxi_torchrec.serving.encoding import UserModel
+from fuxi_torchrec.serving.parts import part_name
+from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.refresh import refresh
+from fuxi_torchrec.serving.tests.exports import (
+    SIDES,
+    Log,
+    export_of,
+    histories_of,
+    random_log,
+)
+from fuxi_torchrec.serving.tests.threads import mixed_operations
+
+DEMO = DemoExport(items=50, users=12, events=60, state_min_events=20, users_per_part=5)
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def export(tmp_path):
+    write_demo_export(tmp_path / "x", DEMO)
+    return tmp_path / "x"
+
+
+def log_export(tmp_path, demo=DEMO, users=8, most=40, seed=0):
+    """An export, its log, and the time of its last event."""
+    log = random_log(np.random.default_rng(seed), demo, range(users), most)
+    export_of(tmp_path / "x", log, range(users), demo)
+    return log, Bundle.open(tmp_path / "x").manifest.as_of
+
+
+def expected(path, demo, rows, time):
+    """Items by falling score and the scores, of a history encoded at once and every item scored."""
+    bundle = Bundle.open(path)
+    model = UserModel(bundle)
+    history = histories_of(Log(rows), [rows[0][0]], demo).last(np.array([bundle.manifest.max_length]))
+    y = model.encoder(
+        model.rows(history), torch.from_numpy(history.offsets), torch.from_numpy(history.times), torch.tensor([time])
+    )
+    items = scaled(model.items[1:], bundle.manifest.metric)
+    scores = items @ scaled(y[-1], bundle.manifest.metric) / bundle.manifest.temperature
+    best = torch.argsort(scores, descending=True)
+    return (best + 1001).tolist(), scores[best].detach()
+
+
+@pytest.mark.parametrize("metric", ["l2", "dot"])
+@pytest.mark.parametrize("sides", [(), SIDES], ids=["plain", "sides"])
+def test_answers_are_the_models(tmp_path, metric, sides):
+    demo = replace(DEMO, metric=metric, sides=sides)
+    log, last = log_export(tmp_path, demo)
+    users = [user for user in range(8) if log.of(user)]
+    with Recommender.load(tmp_path / "x") as recommender:
+        answers = recommender.recommend(users, last + DAY, k=7)
+        for user, answer in zip(users, answers, strict=True):
+            items, scores = expected(tmp_path / "x", demo, log.of(user), last + DAY)
+            assert answer.items == items[:7]
+            torch.testing.assert_close(torch.tensor(answer.scores), scores[:7], atol=1e-4, rtol=1e-4)
+            assert answer.known and not answer.before_last_event
+            assert answer.model_id == recommender.manifest.model_id
+        # events appended one at a time, and many at once
+        new = [
+            (users[0], 1003, last + 5, {"action": 3, "tags": [1, 2]}),
+            (99, 1004, last + 6, {"action": 0, "tags": []}),
+        ]
+        for user, item, time, side in new:
+            given = [side] if sides else None
+            assert recommender.append([user], [item], [time], given).accepted == 1
+        for answer, rows in zip(
+            recommender.recommend([users[0], 99], last + DAY, k=5),
+            (log.of(users[0]) + new[:1], new[1:]),
+            strict=True,
+        ):
+            if len(rows) <= demo.max_length:
+                assert answer.items == expected(tmp_path / "x", demo, rows, last + DAY)[0][:5]
+
+
+def test_text_of_side_features_is_looked_up(tmp_path):
+    demo = replace(DEMO, sides=SIDES, text_sides=("action",))
+    log, last = log_export(tmp_path, demo)
+    user = next(user for user in range(8) if 0 < len(log.of(user)) < 30)
+    with Recommender.load(tmp_path / "x") as recommender:
+        recommender.append([user, user], [1003, 1004], [last] * 2, [{"action": "value-3"}, {"action": "who knows"}])
+        (answer,) = recommender.recommend([user], last, 5)
+        with pytest.raises(ValueError, match="side feature action must be text"):
+            recommender.append([user], [1003], [last], [{"action": 3}])
+    new = [(user, 1003, last, {"action": 3, "tags": []}), (user, 1004, last, {"action": 0, "tags": []})]
+    assert answer.items == expected(tmp_path / "x", demo, log.of(user) + new, last)[0][:5]
+    # the same through refresh, from the log and from a file
+    summary = refresh(tmp_path / "x", tmp_path / "x.log", tmp_path / "y")
+    assert summary.touched_users == 1
+    text = f"user_id,item_id,timestamp,action\n{user},1003,{last},value-3\n{user},1004,{last},\n"
+    (tmp_path / "new.csv").write_text(text)
+    with pytest.raises(DataError, match="no column tags"):
+        refresh(tmp_path / "x", tmp_path / "new.csv", tmp_path / "z")
+    with Recommender.load(tmp_path / "y") as recommender:
+        assert recommender.recommend([user], last, 5)[0].items == answer.items
+
+
+def test_seen_items_are_left_out_exactly(tmp_path):
+    log, last = log_export(tmp_path, most=30)
+    users = [user for user in range(8) if log.of(user)]
+    with Recommender.load(tmp_path / "x") as recommender:
+        recommender.append([users[0]], [1007], [last])
+        log.rows.append((users[0], 1007, last, {"action": 0, "tags": []}))
+        plain = recommender.recommend(users, last, k=50)
+        for user, answer, all_items in zip(
+            users, recommender.recommend(users, last, k=50, exclude_seen=True), plain, strict=True
+        ):
+            seen = {row[1] for row in log.of(user)}
+            assert answer.items == [item for item in all_items.items if item not in seen]
+
+
+def test_an_approximate_index_is_used_and_can_be_left_alone(tmp_path):
+    import faiss
+
+    write_demo_export(tmp_path / "x", replace(DEMO, items=400))
+    bundle = Bundle.open(tmp_path / "x")
+    with Recommender.load(tmp_path / "x") as exact:
+        assert exact._catalogue._faiss is None  # a flat index is searched by scoring every item
+        vectors = exact._catalogue.vectors.numpy()
+        want = exact.recommend([1, 2, 3], bundle.manifest.as_of, k=5, exclude_seen=True)
+    flat = faiss.IndexFlatIP(16)
+    inverted = faiss.IndexIVFFlat(flat, 16, 20, faiss.METRIC_INNER_PRODUCT)
+    inverted.train(vectors)
+    inverted.add_with_ids(vectors, np.arange(1, 401))
+    inverted.nprobe = 20
+    faiss.write_index(inverted, str(tmp_path / "x" / INDEX))
+    change_manifest(tmp_path / "x", files={INDEX: vars(describe_file(tmp_path / "x" / INDEX))})
+    with Recommender.load(tmp_path / "x") as recommender:
+        assert recommender._catalogue._faiss is not None
+        one = recommender.recommend([1, 2, 3], bundle.manifest.as_of, k=5)
+        assert [a.items for a in recommender.recommend([1, 2, 3], bundle.manifest.as_of, 5, True)] == [
+            a.items for a in want
+        ]
+    with Recommender.load(tmp_path / "x", search="exact") as recommender:
+        other = recommender.recommend([1, 2, 3], bundle.manifest.as_of, k=5)
+    assert [answer.items for answer in one] == [answer.items for answer in other]
+
+
+def test_a_history_that_nobody_stores(tmp_path):
+    log, last = log_export(tmp_path, most=30)
+    user = next(user for user in range(8) if 3 < len(log.of(user)) < 30)
+    rows = log.of(user)
+    with Recommender.load(tmp_path / "x") as recommender:
+        (stored,) = recommender.recommend([user], last, 5)
+        answer = recommender.recommend_history([r[1] for r in rows], [r[2] for r in rows], last, 5)
+        assert answer.items == stored.items and answer.user_id is None
+        unknown = recommender.recommend_history([5, 1001], [last, last], last, 5)
+        assert unknown.unknown_items == 1 and unknown.events == 2
+        assert recommender.recommend_history([], [], last, 5).items == [1001, 1002, 1003, 1004, 1005]
+        assert recommender.info()["recent_events"] == 0
+        with pytest.raises(ValueError, match=r"must not fall: timestamps\[1\]"):
+            recommender.recommend_history([1001, 1002], [last, last - 1], last, 5)
+        with pytest.raises(ValueError, match="2 items and 1 timestamps"):
+            recommender.recommend_history([1001, 1002], [last], last, 5)
+
+
+def test_an_unknown_user_is_served_as_new_and_that_is_said(export):
+    with Recommender.load(export) as recommender:
+        (answer,) = recommender.recommend([12345], recommender.manifest.as_of, 3)
+        assert (answer.known, answer.events, answer.items, answer.scores) == (False, 0, [1001, 1002, 1003], [0.0] * 3)
+
+
+def test_a_request_before_the_last_event_counts_as_no_time_passed(tmp_path):
+    log, _last = log_export(tmp_path)
+    user = next(user for user in range(8) if len(log.of(user)) > 5)
+    mine = log.of(user)[-1][2]
+    with Recommender.load(tmp_path / "x") as recommender:
+        early, now = (recommender.recommend([user], time, 5)[0] for time in (mine - DAY, mine))
+        assert early.before_last_event and not now.before_last_event
+        assert early.items == expected(tmp_path / "x", DEMO, log.of(user), mine - DAY)[0][:5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1], 1_700_000_000_000, 5), "looks like milliseconds: this export has its times in seconds"),
+        (([1], -1, 5), r"time -1 must be \d+ to \d+, in seconds since 1970"),
+        (([1], 1_700_000_000.5, 5), "has no len|must be an integer|not iterable"),
+        (([1], float("nan"), 5), "has no len|must be an integer|not iterable"),
+        (([1], START, 0), "k must be a positive integer, not 0"),
+        (([1], START, True), "k must be a positive integer"),
+        ((["x"], START, 5), "user id must be an integer of 64 bits, as in the export, not 'x'"),
+        (([2**70], START, 5), "user id must be an integer of 64 bits"),
+        (([1, 2], [START], 5), "time has 1 entries for 2 users"),
+        (("ab", START, 5), "a list is needed"),
+    ],
+)
+def test_bad_requests_are_refused(export, arguments, message):
+    with Recommender.load(export) as recommender, pytest.raises((ValueError, TypeError), match=message):
+        recommender.recommend(*arguments)
+
+
+def test_a_time_in_seconds_for_an_export_in_milliseconds(tmp_path):
+    log = random_log(np.random.default_rng(0), DEMO, range(4), 20)
+    log.rows = [(u, i, t * 1000, s) for u, i, t, s in log.rows]
+    export_of(tmp_path / "x", log, range(4), replace(DEMO, time_unit="ms"))
+    with Recommender.load(tmp_path / "x") as recommender:
+        with pytest.raises(ValueError, match=r"time 1700000000 looks like seconds: this export has .* milliseconds"):
+            recommender.recommend([1], 1_700_000_000, 5)
+        with pytest.raises(ValueError, match="timestamp 0 1700000000000000 looks like microseconds"):
+            recommender.append([1], [1001], [1_700_000_000_000_000])
+
+
+def test_more_items_than_there_are(export):
+    with Recommender.load(export) as recommender:
+        (answer,) = recommender.recommend([1], recommender.manifest.as_of, 10_000)
+        assert len(answer.items) == len(set(answer.items)) == 50
+
+
+def test_late_events_are_left_out_and_unknown_items_counted(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        done = recommender.append([1, 1, 1, 2], [1001, 7, 1002, 1001], [last + 5, last + 5, last + 4, last + 9])
+        assert (done.accepted, done.late, done.unknown_items) == (3, 1, 1)
+        assert recommender.append([1], [1001], [last + 4]).late == 1
+        assert recommender.info()["recent_events"] == 3
+        with pytest.raises(ValueError, match="item id 1 must be an integer"):
+            recommender.append([1, 1], [1001, "x"], [last + 9, last + 9])
+        with pytest.raises(ValueError, match="1 users, 2 items"):
+            recommender.append([1], [1001, 1002], [last])
+        assert recommender.info()["recent_events"] == 3  # nothing of a bad call is kept
+    numbers = np.array([3, 4])
+    with Recommender.load(tmp_path / "x") as recommender:  # arrays and tensors will do
+        assert recommender.append(numbers, numbers + 1000, torch.tensor([last, last])).accepted == 2
+        assert len(recommender.recommend(numbers, np.int64(last), 3)) == 2
+
+
+def test_what_was_appended_survives_a_restart(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        recommender.append([1, 50, 1], [1001, 1002, 1003], [last + 1, last + 2, last + 3])
+        recommender.forget([2])
+        before = recommender.recommend([1, 50, 2, 3], last + DAY, 5)
+    with Recommender.load(tmp_path / "x") as recommender:
+        assert recommender.recommend([1, 50, 2, 3], last + DAY, 5) == before
+        assert not before[2].known
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "elsewhere") as recommender:
+        assert recommender.recommend([2], last, 5)[0].known
+
+
+def test_one_writer_many_readers(tmp_path):
+    _, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        recommender.append([1], [1001], [last + 1])
+        with pytest.raises(ExportError, match="another process is appending to this log"):
+            Recommender.load(tmp_path / "x")
+        reader = Recommender.load(tmp_path / "x", read_only=True)
+        assert reader.recommend([1], last + 2, 5) == recommender.recommend([1], last + 2, 5)
+        with pytest.raises(ValueError, match="read_only"):
+            reader.append([1], [1001], [last + 3])
+    with pytest.raises(ValueError, match="closed"):
+        recommender.forget([1])
+
+
+def test_forgetting_leaves_nothing_on_disk_after_a_restart(tmp_path):
+    _, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        recommender.append([1, 70], [1001, 1002], [last + 1, last + 1])
+        assert recommender.forget([1, 70, 71, 1]) == 2
+        assert recommender.append([1], [1005], [last - 10 * DAY]).accepted == 1  # a new user, as far as we know
+        (back,) = recommender.recommend([1], last, 5)
+        assert (back.known, back.events) == (True, 1)
+    with Recommender.load(tmp_path / "x") as recommender:
+        assert recommender.recommend([1], last, 5) == [back]
+    records = read_log(tmp_path / "x.log").records
+    assert records == [{"forget": [1]}, {"events": [[1, 1005, last - 10 * DAY]]}]
+
+
+def test_the_log_goes_on_with_the_next_export(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1, 2], [1001, 1002], [last + 1, last + 2])
+    # the log itself is an event log; the new export has all of it
+    summary = refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    assert summary.touched_users == 2
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1], [1003], [last + 9])
+        before = recommender.recommend([1, 2], last + DAY, 5)
+    with Recommender.load(tmp_path / "y", log_dir=tmp_path / "log") as recommender:
+        assert recommender.info()["recent_events"] == 1
+        after = recommender.recommend([1, 2], last + DAY, 5)
+    assert [answer.items for answer in after] == [answer.items for answer in before]
+    assert read_log(tmp_path / "log").records == [{"events": [[1, 1003, last + 9]]}]
+
+
+def test_a_log_of_other_ids_is_refused(tmp_path):
+    log_export(tmp_path)
+    write_demo_export(tmp_path / "text", replace(DEMO, user_id_type="string"))
+    Recommender.load(tmp_path / "x", log_dir=tmp_path / "log").close()
+    with pytest.raises(ExportError, match="user_id_type int64 and string"):
+        Recommender.load(tmp_path / "text", log_dir=tmp_path / "log")
+    with Recommender.load(tmp_path / "text") as recommender:
+        assert recommender.recommend(["user-3"], recommender.manifest.as_of, 2)[0].known
+        with pytest.raises(ValueError, match="user id must be text"):
+            recommender.recommend([3], recommender.manifest.as_of, 2)
+
+
+def test_states_out_of_the_cache_are_made_again(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        recommender.cache_users = 2
+        small = Recommender.recommend
+        for round_ in range(3):
+            for user in range(8):
+                recommender.append([user], [1001 + round_], [last + round_])
+                small(recommender, [user, (user + 3) % 8], last + round_, 3)
+        assert recommender.info()["cached_states"] <= 2
+        answers = recommender.recommend(range(8), last + DAY, 10)
+    with Recommender.load(tmp_path / "x") as recommender:
+        for one, other in zip(answers, recommender.recommend(range(8), last + DAY, 10), strict=True):
+            assert one.items == other.items
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_threads_leave_the_states_of_a_sequential_run(tmp_path):
+    assert mixed_operations(tmp_path, operations=100, every=2) > 100
+
+
+# --- crashes ---------------------------------------------------------------------------------------------------------
+
+APPENDS = """
+import sys, threading
+from fuxi_torchrec.serving.recommender import Recommender
+recommender = Recommender.load("x", warm_up=False)
+last = recommender.manifest.as_of
+def work(number):
+    n = 0
+    while True:
+        n += 1
+        recommender.append([number, 100 + number], [1001, 1002], [last + n, last + n])
+        sys.stdout.write(f"{number} {n}\\n"); sys.stdout.flush()
+for number in range(4):
+    threading.Thread(target=work, args=(number,), daemon=True).start()
+threading.Event().wait()
+"""
+
+
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path):
+    _, last = log_export(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", APPENDS],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    lines = [process.stdout.readline() for _ in range(60)]
+    process.send_signal(signal.SIGKILL)
+    lines += process.stdout.readlines()
+    process.wait()
+    acknowledged = {}
+    for line in lines:
+        if line.endswith("\n") and len(line.split()) == 2:
+            number, n = map(int, line.split())
+            acknowledged[number] = n
+    with open(tmp_path / "x.log" / LOG_FILE, "ab") as file:  # what the kernel had not got yet
+        file.write(b"\x40\x00\x00\x00half")
+    with Recommender.load(tmp_path / "x") as recommender:
+        assert sum(acknowledged.values()) >= 60
+        for number, n in acknowledged.items():
+            for user in (number, 100 + number):
+                times = [event.timestamp - last for event in recommender._recent[user].raw]
+                assert times == list(range(1, len(times) + 1))
+                assert n <= len(times) <= n + 1
+        recommender.append([1], [1001], [last + 10**6])
+    with Recommender.load(tmp_path / "x") as recommender:  # the cut log goes on
+        assert recommender._recent[1].raw[-1].timestamp == last + 10**6
+
+
+def test_damage_inside_the_log_is_not_passed_over(tmp_path):
+    _, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        for n in range(5):
+            recommender.append([1], [1001], [last + n])
+    path = tmp_path / "x.log" / LOG_FILE
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    for at, fine in ((first, False), (first + 5, False), (first + 20, False), (len(whole) - 3, True)):
+        data = bytearray(whole)
+        data[at] ^= 0x10
+        path.write_bytes(data)
+        if fine:  # the last record: it may have been torn
+            assert len(read_log(path.parent).records) == 4
+        else:
+            with pytest.raises(ExportError, match=f"record at byte {first} of {len(whole)} is damaged"):
+                Recommender.load(tmp_path / "x")
+    path.write_bytes(whole + bytes(5000))
+    with Recommender.load(tmp_path / "x") as recommender:
+        assert recommender.info()["recent_events"] == 5
+    path.write_bytes(b"what is this")
+    with pytest.raises(ExportError, match="not an append log"):
+        Recommender.load(tmp_path / "x")
+
+
+def test_a_full_disk_takes_nothing(tmp_path, monkeypatch):
+    _, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        recommender.append([1], [1001], [last])
+        real = os.pwrite
+
+        def full(file, data, at):
+            if len(data) > 10:
+                return real(file, data[:10], at)
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(append_log.os, "pwrite", full)
+        with pytest.raises(ExportError, match="nothing was appended: No space left on device"):
+            recommender.append([1], [1002], [last])
+        monkeypatch.undo()
+        recommender.append([1], [1003], [last])
+        assert [event.item_id for event in recommender._recent[1].raw] == [1001, 1003]
+    with Recommender.load(tmp_path / "x") as recommender:
+        assert [event.item_id for event in recommender._recent[1].raw] == [1001, 1003]
+
+
+# --- damaged exports -------------------------------------------------------------------------------------------------
+
+
+def change_manifest(path, files=None, **changes):
+    plain = json.loads((path / MANIFEST).read_text())
+    plain["files"].update(files or {})
+    (path / MANIFEST).write_text(json.dumps(plain | changes))
+
+
+def test_an_export_of_another_version(export):
+    change_manifest(export, version=2)
+    with pytest.raises(ExportError, match="export of version 2, this software reads version 1"):
+        Recommender.load(export)
+
+
+def test_something_that_is_no_export(tmp_path):
+    with pytest.raises(ExportError, match="no export here"):
+        Recommender.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["users/part-00001.parquet", "tables.safetensors", "states/part-00000.bin", INDEX])
+def test_damaged_files_are_found_by_their_checksums(export, name):
+    data = bytearray((export / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (export / name).write_bytes(data)
+    with pytest.raises(ExportError, match=f"{name} has another checksum"):
+        Recommender.load(export, verify="checksums")
+    (export / name).write_bytes(data[:-1])
+    with pytest.raises(ExportError, match=f"{name} has {len(data) - 1} bytes where the manifest says {len(data)}"):
+        Recommender.load(export)
+
+
+def test_a_damaged_state_is_encoded_again(export):
+    with Recommender.load(export) as recommender:
+        before = recommender.recommend(range(12), recommender.manifest.as_of, 5)
+    for number in range(3):
+        path = export / part_name(STATES, number, "bin")
+        data = bytearray(path.read_bytes())
+        for at in range(4096 + 500, len(data), 700):
+            data[at] ^= 1
+        path.write_bytes(data)
+    with Recommender.load(export) as recommender:
+        after = recommender.recommend(range(12), recommender.manifest.as_of, 5)
+        assert recommender.info()["damaged_states"] == Bundle.open(export).manifest.states > 3
+    assert [answer.items for answer in after] == [answer.items for answer in before]
+
+
+def test_states_of_another_model_are_refused(export, tmp_path):
+    write_demo_export(tmp_path / "other", replace(DEMO, seed=5, histories=None))
+    name = part_name(STATES, 0, "bin")
+    data = bytearray((export / name).read_bytes())
+    other = Bundle.open(tmp_path / "other").manifest.model_id.encode()
+    mine = Bundle.open(export).manifest.model_id.encode()
+    assert len(other) == len(mine)
+    (export / name).write_bytes(bytes(data).replace(mine, other))
+    with pytest.raises(ExportError, match="states of model"):
+        Recommender.load(export)

@@ -1,0 +1,222 @@
+"""The service: what it answers, what it refuses, and how it works on many requests at once."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fastapi.testclient import TestClient
+
+from fuxi_torchrec.serving.batching import Batcher, OverloadedError
+from fuxi_torchrec.serving.demo import DAY, DemoExport, write_demo_export
+from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.service import Limits, create_app
+
+DEMO = DemoExport(items=30, users=10)
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory):
+    path = tmp_path_factory.mktemp("service") / "x"
+    write_demo_export(path, DEMO)
+    return path
+
+
+@pytest.fixture
+def recommender(export, tmp_path):
+    return Recommender.load(export, log_dir=tmp_path / "log", warm_up=False)
+
+
+@pytest.fixture
+def client(recommender):
+    limits = Limits(k=100, body_bytes=5000, events=20)
+    with TestClient(create_app(recommender, limits=limits), raise_server_exceptions=False) as client:
+        yield client
+
+
+def as_of(client):
+    return client.get("/health").json()["as_of"]
+
+
+def test_it_answers_as_the_recommender_does(client, recommender):
+    time = as_of(client) + DAY
+    answer = client.post("/recommend", json={"user_id": 3, "time": time, "k": 5, "exclude_seen": True}).json()
+    assert answer == recommender.recommend([3], time, 5, exclude_seen=True)[0].to_dict()
+    events = [{"item_id": 1001, "timestamp": time}, {"item_id": 1002, "timestamp": time - 5}]
+    got = client.post("/recommend-history", json={"events": events, "time": time}).json()
+    assert got == recommender.recommend_history([1002, 1001], [time - 5, time], time).to_dict()
+
+
+def test_events_count_at_once_and_users_can_be_forgotten(client):
+    time = as_of(client) + DAY
+    events = [{"user_id": 77, "item_id": 1001, "timestamp": time}, {"user_id": 77, "item_id": 5, "timestamp": time}]
+    events.append({"user_id": 77, "item_id": 1001, "timestamp": time - 1})
+    assert client.post("/append", json={"events": events}).json() == {"accepted": 2, "late": 1, "unknown_items": 1}
+    answer = client.post("/recommend", json={"user_id": 77, "time": time}).json()
+    assert (answer["known"], answer["events"]) == (True, 2)
+    assert client.post("/forget", json={"user_ids": [77, 78]}).json() == {"forgotten": 1}
+    assert not client.post("/recommend", json={"user_id": 77, "time": time}).json()["known"]
+
+
+def test_whole_floats_are_integers_in_json(client):
+    body = f'{{"user_id": 3.0, "time": {as_of(client)}.0, "k": 2e0}}'
+    assert len(client.post("/recommend", content=body, headers=JSON).json()["items"]) == 2
+
+
+def test_the_servers_clock_is_the_default(client):
+    answer = client.post("/recommend", json={"user_id": 3})
+    assert abs(answer.json()["as_of"] - time.time()) < 5
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/recommend", '{"user_id": NaN}', 422, "user_id"),
+        ("/recommend", '{"user_id": 1, "time": Infinity}', 422, "time"),
+        ("/recommend", '{"user_id": 1, "time": 1e400}', 422, "time"),
+        ("/recommend", '{"user_id": 1, "time": 1.5}', 422, "time"),
+        ("/recommend", '{"user_id": "1"}', 422, "user_id"),
+        ("/recommend", '{"user_id": 1, "k": 101}', 422, "k"),
+        ("/recommend", '{"user_id": 1, "k": 0}', 422, "k"),
+        ("/recommend", '{"user_id": 1, "K": 5}', 422, "K"),
+        ("/recommend", '{"user_id": 99999999999999999999}', 422, "user_id"),
+        ("/recommend", '{"user_id": 1, "time": 1700000000000}', 422, "looks like milliseconds"),
+        ("/recommend", "{", 422, "JSON"),
+        ("/recommend", "[" * 4000, 400, "body"),
+        ("/recommend", "9" * 4500, 400, "body"),
+        ("/recommend", '{"user_id": "\\ud800"}', 422, "user_id"),
+        ("/recommend", b"\xff\xfe", 422, "body"),
+        ("/recommend", '{"user_id": 1, "x": "' + "y" * 6000 + '"}', 413, "5,000 bytes"),
+        ("/append", '{"events": []}', 422, "events"),
+        ("/append", '{"events": [' + ",".join(['{"user_id":1,"item_id":1,"timestamp":1}'] * 21) + "]}", 422, "20"),
+        ("/append", '{"events": [{"user_id": 1, "item_id": 1, "timestamp": -4}]}', 422, "timestamp"),
+        ("/append", '{"events": [{"user_id": 1, "item_id": 1, "timestamp": 5, "sides": {"a": 1}}]}', 422, "sides.a"),
+        ("/recommend-history", '{"events": [{"item_id": 1}]}', 422, "timestamp"),
+        ("/recommend-history", '{"events": [{"item_id": 1, "timestamp": 1700000000000000}]}', 422, "microseconds"),
+        ("/forget", '{"user_ids": [null]}', 422, "user_ids"),
+    ],
+)
+def test_bad_bodies_are_refused_with_a_reason(client, path, body, status, said):
+    answer = client.post(path, content=body, headers=JSON)
+    assert answer.status_code == status, answer.text
+    assert said in answer.json()["detail"]
+
+
+def test_a_body_without_a_length_is_cut_off_too(client):
+    def forever():
+        for _ in range(100):
+            yield b"x" * 1000
+
+    assert client.post("/recommend", content=forever()).status_code == 413
+
+
+def test_a_wrong_token_is_refused(recommender):
+    with TestClient(create_app(recommender, token="sesame")) as client:
+        ask = {"user_id": 1, "time": recommender.manifest.as_of}
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}):
+            answer = client.post("/recommend", json=ask, headers=headers)
+            assert answer.status_code == 401 and answer.headers["WWW-Authenticate"] == "Bearer"
+        assert client.get("/metrics").status_code == 401
+        assert client.get("/health").status_code == 200
+        assert client.post("/recommend", json=ask, headers={"Authorization": "Bearer sesame"}).status_code == 200
+
+
+def test_metrics_tell_what_happened(client):
+    client.post("/recommend", json={"user_id": 987, "time": as_of(client)})
+    client.post("/recommend", json={})
+    client.get("/nowhere")
+    text = client.get("/metrics").text
+    for line in (
+        'fuxi_requests_total{path="/recommend",status="200"} 1.0',
+        'fuxi_requests_total{path="/recommend",status="422"} 1.0',
+        'fuxi_requests_total{path="other",status="404"} 1.0',
+        "fuxi_unknown_users_total 1.0",
+        'fuxi_batch_size_count{what="recommend"} 1.0',
+        'fuxi_export{as_of="',
+    ):
+        assert line in text, line
+
+
+def test_a_disk_that_fails_is_said(client, recommender, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fuxi_torchrec.serving.append_log.os.pwrite", full)
+    event = {"user_id": 1, "item_id": 1001, "timestamp": as_of(client) + DAY}
+    assert client.post("/append", json={"events": [event]}).status_code == 503
+    monkeypatch.undo()
+    assert client.post("/append", json={"events": [event]}).json()["accepted"] == 1
+
+
+def test_text_ids(tmp_path):
+    write_demo_export(tmp_path / "x", DemoExport(items=30, users=5, user_id_type="string", item_id_type="string"))
+    recommender = Recommender.load(tmp_path / "x")
+    with TestClient(create_app(recommender), raise_server_exceptions=False) as client:
+        answer = client.post("/recommend", json={"user_id": "user-3", "time": recommender.manifest.as_of, "k": 1})
+        assert answer.json()["known"] and answer.json()["items"][0]["item_id"].startswith("item-")
+        for bad in ('"\\ud800"', '""', "5"):
+            body = f'{{"user_id": {bad}}}'
+            answer = client.post("/recommend", content=body, headers=JSON)
+            assert answer.status_code == 422 and "user_id" in answer.json()["detail"]
+
+
+# --- batching --------------------------------------------------------------------------------------------------------
+
+
+def test_waiting_requests_are_worked_on_together():
+    sizes, gate = [], threading.Event()
+
+    def work(given):
+        gate.wait(10)
+        sizes.append(len(given))
+        return [n * n for n in given]
+
+    batcher = Batcher(work, "test", most=8, window_seconds=0.05)
+    futures = [batcher.submit(n) for n in range(20)]
+    gate.set()
+    assert [future.result(10) for future in futures] == [n * n for n in range(20)]
+    assert sizes == [8, 8, 4]
+    batcher.close()
+    with pytest.raises(OverloadedError, match="shutting down"):
+        batcher.submit(1)
+
+
+def test_an_error_is_every_callers_and_the_next_batch_goes_on():
+    def work(given):
+        return [1 // n for n in given]
+
+    batcher = Batcher(work, "test", most=1)
+    bad, good = batcher.submit(0), batcher.submit(1)
+    with pytest.raises(ZeroDivisionError):
+        bad.result(10)
+    assert good.result(10) == 1
+    batcher.close()
+
+
+def test_too_many_waiting_requests_are_refused():
+    gate = threading.Event()
+    batcher = Batcher(lambda given: [gate.wait(10) for _ in given], "test", most=1, waiting=3)
+    futures = [batcher.submit(0)]
+    while not futures[0].running():
+        time.sleep(0.001)
+    futures += [batcher.submit(n) for n in range(3)]
+    with pytest.raises(OverloadedError, match="too many requests are waiting"):
+        batcher.submit(4)
+    gate.set()
+    batcher.close()  # what was taken is finished
+    assert all(future.result(10) for future in futures)
+
+
+def test_concurrent_requests_get_their_own_answers(client, recommender):
+    when = as_of(client) + DAY
+    alone = {user: recommender.recommend([user], when, 5)[0] for user in range(10)}
+
+    def ask(n):
+        return n % 10, client.post("/recommend", json={"user_id": n % 10, "time": when, "k": 1 + n % 5}).json()
+
+    with ThreadPoolExecutor(8) as pool:
+        for user, answer in pool.map(ask, range(80)):
+            assert answer["user"] == user
+            items = [item["item_id"] for item in answer["items"]]
+            assert items == alone[user].items[: len(items)]

@@ -1,0 +1,305 @@
+"""What a run would need on machines that are not here: memory of a process, and what it sends in a step.
+
+Counted in float32; with bfloat16 activations take less. The formulas stand beside measurements in
+benchmarks/RESULTS.md (``python -m benchmarks.planning``).
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fuxi_torchrec.config import Config
+from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements
+from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, ITEM_TABLE, Table, Tables
+from fuxi_torchrec.modules.config import FuXiLinearConfig
+from fuxi_torchrec.training.loss import LOGITS
+from fuxi_torchrec.training.model import SequenceModel
+from fuxi_torchrec.training.trainer import DEFAULT_TOKENS
+
+GB = 10**9
+FLOAT, INT = 4, 8
+USABLE = 0.9  # of the memory: allocators and communication need the rest
+_PROCESS = {"cpu": 0.55 * GB, "cuda": 1.0 * GB}  # libraries; a CUDA context and NCCL by their usual size
+_BACKWARD = 16  # widths an event, in flight in a block's backward pass
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Machines by description.
+
+    Attributes:
+        nodes: hosts.
+        per_node: processes on each, one a device.
+        device: "cpu" or "cuda".
+        memory: bytes of a process's device, or its share of the host.
+    """
+
+    nodes: int
+    per_node: int
+    device: str
+    memory: int
+
+    @property
+    def ranks(self) -> int:
+        """All processes."""
+        return self.nodes * self.per_node
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What the busiest process needs.
+
+    Attributes:
+        memory: bytes on its device, by what for.
+        host: bytes of host memory beside it, for a checkpoint's copy.
+        sent: bytes sent in a step, by what for.
+        events: of a micro-batch.
+        lookups: rows it asks for at once.
+        parts: of the tables, who holds what.
+    """
+
+    memory: dict[str, int]
+    host: int
+    sent: dict[str, int]
+    events: int
+    lookups: int
+    parts: list[Placement]
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return sum(self.memory.values())
+
+    def fits(self, cluster: Cluster) -> bool:
+        """Whether it does, with room for allocators."""
+        return self.total <= USABLE * cluster.memory
+
+
+def described_tables(config: Config, items: int, sides: dict[str, int]) -> Tables:
+    """Tables of a catalogue of which only the size is known.
+
+    Args:
+        sides: rows of each side feature's table.
+    """
+    dim = config.model.dim
+    found = tuple(
+        Table(f"side_{name}", name, sides.get(name, 1000), dim, side.sharding, side.pooling)
+        for name, side in config.tables.sides.items()
+    )
+    return Tables(Table(ITEM_TABLE, ITEM_FEATURE, items + 1, dim, config.tables.sharding), found)
+
+
+def activation_widths(model: FuXiLinearConfig) -> float:
+    """Numbers that one block keeps of an event for the backward pass, in units of ``dim``.
+
+    Example:
+        >>> activation_widths(FuXiLinearConfig(dim=128, temporal_periods=(3600, 86400)))
+        30.1
+    """
+    channels = {11.5: model.use_retention, 5.5: model.use_positional, 5.1: model.use_temporal}
+    kept = 4.0 + 4.0 * model.hidden_dim / model.dim + sum(width for width, used in channels.items() if used)
+    if model.dropout:
+        kept += sum(channels.values()) + 1
+    return kept + (2.0 if model.preset == "official" else 0.0)
+
+
+def activation_bytes(model: FuXiLinearConfig, events: int) -> int:
+    """Of a forward and backward pass through the encoder, at its peak."""
+    kept = activation_widths(model)
+    widths = model.num_layers * kept if not model.activation_checkpointing else model.num_layers + kept
+    return int(FLOAT * model.dim * events * (widths + _BACKWARD))
+
+
+def events_of_a_rank(config: Config, ranks: int) -> int:
+    """Events that a process trains at once: a sequence is never divided."""
+    batch = config.batch
+    if batch.users is not None:
+        share = -(-batch.users // ranks) * batch.max_length
+    else:
+        share = -(-(batch.tokens or DEFAULT_TOKENS) // ranks)
+    if batch.max_tokens_per_rank is not None:
+        share = min(share, batch.max_tokens_per_rank)
+    return max(share, batch.max_length)
+
+
+def lookups_of_a_rank(config: Config, items: int, events: int) -> int:
+    """Distinct items that a process asks for, at most: inputs and targets are the same but one a sequence."""
+    negatives = {
+        "shared": config.loss.num_negatives,
+        "uniform": events * config.loss.num_negatives,
+        "full": items,
+        "in_batch": 0,
+    }
+    sequences = -(-events // config.batch.max_length)
+    return min(items + 1, events + sequences + negatives[config.loss.negatives])
+
+
+def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False) -> Estimate:
+    """Plan with TorchRec and add everything up.
+
+    Args:
+        cap: let TorchRec refuse what its own estimate does not fit into the cluster's memory.
+
+    Raises:
+        ShardingError: if there is no plan.
+    """
+    ranks, dim = cluster.ranks, config.model.dim
+    model = SequenceModel(config, tables)
+    memory = cluster.memory if cap else 2**60
+    plan = make_plan(model, tables, config.optimizer, ranks, cluster.per_node, cluster.device, memory)
+    parts = placements(plan, tables)
+    encoder = sum(p.numel() for p in model.head.parameters())
+    events = events_of_a_rank(config, ranks)
+    lookups = lookups_of_a_rank(config, tables.items.rows - 1, events)
+    bags = {table.name: lookups if table.name == ITEM_TABLE else events for table in tables.all}
+    held, rows = _held(parts, ranks)
+    replicated = sum(t.rows * t.dim for t in tables.all if t.sharding == "data_parallel")
+    adamw = config.optimizer.kind == "adamw"
+    moments = 2 * held if adamw else rows
+    exchanged = sum(ranks * bags[t.name] * t.dim for t in tables.all if t.sharding == "row_wise")
+    candidates = lookups - events if config.loss.negatives != "uniform" else config.loss.num_negatives
+    found = {
+        "tables": FLOAT * held,
+        "tables' gradients": FLOAT * (held if adamw else replicated),
+        "tables' optimizer": FLOAT * moments,
+        "encoder, its gradients and averages": FLOAT * 4 * encoder,
+        "activations": activation_bytes(config.model, events),
+        "looked-up rows, targets, their gradients": FLOAT * dim * (4 * lookups + 8 * events),
+        "partial sums of row-wise lookups": FLOAT * exchanged,
+        "loss": FLOAT * max(LOGITS, dim * candidates),
+        "libraries": int(_PROCESS[cluster.device]),
+    }
+    copy = FLOAT * (held + moments + 3 * encoder) if config.checkpoint.background else 0
+    if cluster.device == "cpu":
+        found["copy for checkpoints in the background"], copy = copy, 0
+    sent = {"encoder's gradients, all-reduce": _all_reduce(encoder, ranks)}
+    for table in tables.all:
+        sent |= {f"{table.name}: {what}": n for what, n in _lookup_bytes(table, bags[table.name], ranks).items()}
+    return Estimate(found, copy, sent, events, lookups, parts)
+
+
+def _held(parts: list[Placement], ranks: int) -> tuple[int, int]:
+    """Numbers, and rows, of the process that holds most."""
+    everywhere = [part for part in parts if part.rank is None]
+    numbers: Counter[int] = Counter(dict.fromkeys(range(ranks), 0))
+    rows: Counter[int] = Counter()
+    for part in parts:
+        if part.rank is not None:
+            numbers[part.rank] += part.rows * part.columns
+            rows[part.rank] += part.rows
+    most = max(numbers, key=lambda rank: numbers[rank])
+    own = sum(part.rows * part.columns for part in everywhere)
+    return numbers[most] + own, rows[most] + sum(part.rows for part in everywhere)
+
+
+def _all_reduce(numbers: int, ranks: int) -> int:
+    return 2 * FLOAT * numbers * (ranks - 1) // ranks
+
+
+def _lookup_bytes(table: Table, bags: int, ranks: int) -> dict[str, int]:
+    """What the busiest process sends for a table's lookups in a step."""
+    others = ranks - 1
+    if not others:
+        return {}
+    numbers = bags * table.dim
+    if table.sharding == "data_parallel":
+        return {"gradients, all-reduce": _all_reduce(table.rows * table.dim, ranks)}
+    if table.sharding == "row_wise":
+        ids = INT * bags * others // ranks + INT * bags * others  # ids to their owners, lengths to everybody
+        return {
+            "ids, all-to-all": ids,
+            "rows, reduce-scatter": FLOAT * numbers * others,
+            "rows' gradients, all-gather": FLOAT * numbers * others,
+        }
+    if table.sharding == "table_wise":  # the owner
+        return {
+            "ids, all-to-all": 2 * INT * bags,
+            "rows, all-to-all": FLOAT * numbers * others,
+            "rows' gradients, all-to-all": FLOAT * numbers,
+        }
+    return {
+        "ids, all-to-all": 2 * INT * bags * others,
+        "rows, all-to-all": FLOAT * numbers * others // ranks,
+        "rows' gradients, all-to-all": FLOAT * numbers * others // ranks,
+    }
+
+
+@dataclass(frozen=True)
+class Change:
+    """What would fit."""
+
+    settings: tuple[str, ...]
+    total: int
+
+
+def changes_that_fit(config: Config, items: int, sides: dict[str, int], cluster: Cluster) -> list[Change]:
+    """Single changes under which the run fits, or pairs of them where no single one is enough."""
+    found: dict[tuple[str, ...], int] = {}
+    options = _options(config, cluster)
+    for names in [*((name,) for name in options), *_pairs(list(options))]:
+        if len(names) == 2 and any(len(known) == 1 for known in found):
+            break
+        changed, machines = config, cluster
+        try:
+            for name in names:
+                changed, machines = options[name](changed, machines)
+            result = estimate(changed, described_tables(changed, items, sides), machines)
+        except ValueError:  # a combination that the configuration or the sharding refuses
+            continue
+        if result.fits(machines):
+            found[names] = result.total
+    return [Change(names, total) for names, total in found.items()]
+
+
+def _pairs(names: list[str]) -> list[tuple[str, str]]:
+    return [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a.partition("=")[0] != b.partition("=")[0]]
+
+
+_Step = Callable[[Config, Cluster], tuple[Config, Cluster]]
+
+
+def _options(config: Config, cluster: Cluster) -> dict[str, _Step]:
+    """Changes worth a try, by what a person would type."""
+
+    def section(name: str, **values: Any) -> _Step:
+        def change(c: Config, m: Cluster) -> tuple[Config, Cluster]:
+            return dataclasses.replace(c, **{name: dataclasses.replace(getattr(c, name), **values)}), m
+
+        return change
+
+    def nodes(count: int) -> _Step:
+        def change(c: Config, m: Cluster) -> tuple[Config, Cluster]:
+            return c, dataclasses.replace(m, nodes=count)
+
+        return change
+
+    def adagrad(c: Config, m: Cluster) -> tuple[Config, Cluster]:
+        optimizer = dataclasses.replace(c.optimizer, kind="rowwise_adagrad", clip_norm=None)
+        batch = dataclasses.replace(c.batch, max_tokens_per_rank=None)
+        return dataclasses.replace(c, optimizer=optimizer, batch=batch), m
+
+    batch, model = config.batch, config.model
+    found: dict[str, _Step] = {}
+    if config.tables.sharding != "row_wise":
+        found["tables.sharding=row_wise"] = section("tables", sharding="row_wise")
+    if config.optimizer.kind == "adamw":
+        given = {"clip_norm": config.optimizer.clip_norm, "max_tokens_per_rank": batch.max_tokens_per_rank}
+        without = [name for name, value in given.items() if value is not None]
+        note = f" without {' and '.join(without)}" if without else ""
+        found[f"optimizer.kind=rowwise_adagrad{note}"] = adagrad
+    if config.loss.negatives in ("full", "uniform"):
+        found["loss.negatives=shared"] = section("loss", negatives="shared", num_negatives=1024)
+    if not model.activation_checkpointing:
+        found["model.activation_checkpointing=true"] = section("model", activation_checkpointing=True)
+    if config.optimizer.kind == "adamw" and batch.max_tokens_per_rank is None:
+        found[f"batch.max_tokens_per_rank={batch.max_length}"] = section("batch", max_tokens_per_rank=batch.max_length)
+    if batch.max_length >= 2048:
+        half = batch.max_length // 2
+        found[f"batch.max_length={half}"] = section("batch", max_length=half)
+    if model.dim % 32 == 0:
+        found[f"model.dim={model.dim // 2}"] = section("model", dim=model.dim // 2)
+    for times in (2, 4, 8):
+        found[f"--nodes {cluster.nodes * times}"] = nodes(cluster.nodes * times)
+    return found

@@ -1,0 +1,102 @@
+"""The formulas of planning against what is really kept and held."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from fuxi_torchrec.config import load_config
+from fuxi_torchrec.modules.config import FuXiLinearConfig
+from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
+from fuxi_torchrec.training import planning
+from fuxi_torchrec.training.planning import GB, Cluster, activation_widths, changes_that_fit, described_tables, estimate
+
+EVENTS = 2048
+EIGHT_NODES = Cluster(8, 8, "cuda", 80 * GB)
+
+
+def kept_by(config):
+    """Bytes that a forward pass keeps for the backward pass, parameters left out."""
+    encoder = FuXiLinearEncoder(config)
+    own = {p.untyped_storage().data_ptr() for p in encoder.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor too, or its place is used again
+        return tensor
+
+    x = torch.randn(EVENTS, config.dim, requires_grad=True)
+    offsets = torch.arange(0, EVENTS + 1, EVENTS // 4)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        encoder(x, offsets, torch.arange(EVENTS) * 100, torch.full((4,), EVENTS * 100))
+    return sum(size for size, _ in kept.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"dim": 128},
+        {"dropout": 0.1},
+        {"ffn_dim": 256},
+        {"preset": "official"},
+        {"use_temporal": False},
+        {"use_retention": False},
+        {"use_positional": False, "dropout": 0.1},
+    ],
+    ids=str,
+)
+def test_a_block_keeps_as_many_numbers_of_an_event_as_the_formula_says(settings):
+    given = {
+        "dim": 64,
+        "num_heads": 4,
+        "max_positions": 1024,
+        "temporal_periods": (60, 3600, 86400, 604800),
+        **settings,
+    }
+    one, three = (FuXiLinearConfig(num_layers=n, **given) for n in (1, 3))
+    found = (kept_by(three) - kept_by(one)) / 2 / EVENTS / 4 / one.dim
+    assert found == pytest.approx(activation_widths(one), rel=0.05)
+
+
+def plan_for(cluster, items=100_000_000, *settings):
+    given = ["model.dim=128", "model.max_positions=512", "model.temporal_periods=[3600, 86400]"]
+    given += ["batch.max_length=4096", "batch.tokens=65536"]
+    config = load_config(None, [*given, *settings])
+    return config, estimate(config, described_tables(config, items, {}), cluster)
+
+
+def test_a_hundred_million_items_fit_64_devices_of_80_gb():
+    config, found = plan_for(EIGHT_NODES)
+    assert len(found.parts) == 64
+    assert found.memory["tables"] == -(-100_000_001 // 64) * 128 * 4
+    assert found.memory["tables' optimizer"] == 2 * found.memory["tables"]
+    assert found.fits(EIGHT_NODES)
+    _, fused = plan_for(EIGHT_NODES, 100_000_000, "optimizer.kind=rowwise_adagrad")
+    assert fused.memory["tables' optimizer"] == found.memory["tables"] // 128
+    assert found.total - fused.total > 2 * found.memory["tables"]
+    assert estimate(config, described_tables(config, 100_000_000, {}), EIGHT_NODES, cap=True).total == found.total
+
+
+def test_what_does_not_fit_comes_with_changes_that_do():
+    one = Cluster(1, 1, "cuda", 80 * GB)
+    config, found = plan_for(one)
+    assert not found.fits(one)
+    changes = changes_that_fit(config, 100_000_000, {}, one)
+    assert {change.settings for change in changes} >= {("optimizer.kind=rowwise_adagrad",), ("--nodes 4",)}
+    assert all(change.total <= planning.USABLE * one.memory for change in changes)
+    pairs = changes_that_fit(config, 200_000_000, {}, Cluster(1, 2, "cuda", 40 * GB))
+    assert pairs and all(len(change.settings) <= 2 for change in pairs)
+    assert not changes_that_fit(config, 10_000_000_000, {}, one)
+
+
+def test_row_wise_lookups_send_a_row_to_every_process_and_data_parallel_tables_their_gradients():
+    cluster = Cluster(1, 4, "cuda", 80 * GB)
+    _, rows = plan_for(cluster, 10_000)
+    assert rows.sent["item_table: rows, reduce-scatter"] == rows.lookups * 128 * 4 * 3
+    _, copies = plan_for(cluster, 10_000, "tables.sharding=data_parallel")
+    assert copies.sent["item_table: gradients, all-reduce"] == 2 * 3 * 10_001 * 128
+    _, alone = plan_for(dataclasses.replace(cluster, per_node=1), 10_000)
+    assert sum(alone.sent.values()) == 0

@@ -1,0 +1,63 @@
+"""`pipelines.train` that waits at a step until a test lets it go on, so that a test can strike in mid-training.
+
+    torchx run dist.ddp -m integration_tests.held_training -- --run-dir RUN ...
+
+With a file ``RUN/hold`` that names a step, every process that stands there writes ``RUN/held/RANK`` and waits until
+``RUN/hold`` is gone. ``RUN/raise`` and ``RUN/stuck`` name steps at which process 1 raises, or stands still for good.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from pipelines import train
+
+LONGEST = 90.0  # seconds: a test that failed leaves nothing behind
+
+
+def patch() -> None:
+    """Put the waiting before every step."""
+    from fuxi_torchrec.training.trainer import Trainer
+
+    one_step = Trainer._one_step
+
+    def held(self, pipeline, feed):
+        if number(self.directory.path / "raise") == self.progress.step and self.world.rank == 1:
+            raise ValueError("process 1 was told to fail")
+        if number(self.directory.path / "stuck") == self.progress.step and self.world.rank == 1:
+            stand_still()
+        hold = self.directory.path / "hold"
+        if number(hold) == self.progress.step:
+            (hold.parent / "held").mkdir(exist_ok=True)
+            about = {"pid": os.getpid(), "agent": os.getppid(), "world": self.world.size}
+            aside = hold.parent / "held" / f".{self.world.rank}"
+            aside.write_text(json.dumps(about))
+            aside.rename(aside.with_name(str(self.world.rank)))
+            deadline = time.monotonic() + LONGEST
+            while hold.exists() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        return one_step(self, pipeline, feed)
+
+    Trainer._one_step = held
+
+
+def stand_still() -> None:
+    time.sleep(LONGEST)
+
+
+def number(file: Path) -> int | None:
+    return int(file.read_text()) if file.exists() else None
+
+
+@record
+def main() -> int:
+    patch()
+    return train.main.__wrapped__(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    train.leave(main() or 0)

@@ -1,0 +1,140 @@
+"""Plan a run on machines that are not here: sharding, memory of a process, communication of a step.
+
+    python -m pipelines.plan --config configs/long_16k.yaml --nodes 8 --procs-per-node 8 --items 100000000 --device cuda
+
+Exit code 1 if it does not fit, with what would.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fuxi_torchrec.config import Config, load_config
+from fuxi_torchrec.logging import setup_logging
+from fuxi_torchrec.strict_yaml import ConfigError
+
+if TYPE_CHECKING:  # TorchRec takes seconds to import: not for --help
+    from fuxi_torchrec.embeddings.sharding import Placement
+    from fuxi_torchrec.training import planning
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(prog="python -m pipelines.plan", description=__doc__.splitlines()[0])
+    found.add_argument("--config", help="YAML file of the experiment")
+    found.add_argument("--nodes", type=_positive, default=1, help="hosts")
+    found.add_argument("--procs-per-node", type=_positive, default=1, help="processes on a host, one a device")
+    found.add_argument("--items", type=_positive, required=True, help="of the catalogue")
+    found.add_argument(
+        "--side-rows", type=_side, action="append", default=[], metavar="NAME=ROWS", help="of a side table"
+    )
+    found.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    found.add_argument("--memory-gb", type=float, help="of a device, or a process's share of a host (80; cpu: 16)")
+    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that come before the config's")
+    return found
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, not {value}")
+    return value
+
+
+def _side(text: str) -> tuple[str, int]:
+    name, _, rows = text.partition("=")
+    return name, _positive(rows or "0")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan; 1 if it does not fit."""
+    options = parser().parse_intermixed_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    setup_logging("error")
+    from fuxi_torchrec.embeddings.sharding import ShardingError
+    from fuxi_torchrec.training import planning
+
+    gigabytes = options.memory_gb or {"cpu": 16.0, "cuda": 80.0}[options.device]
+    cluster = planning.Cluster(options.nodes, options.procs_per_node, options.device, int(gigabytes * planning.GB))
+    sides = dict(options.side_rows)
+    tables = planning.described_tables(config, options.items, sides)
+    print(
+        f"{cluster.nodes} nodes x {cluster.per_node} processes on {cluster.device}, {gigabytes:g} GB each; "
+        f"{options.items:,} items, d = {config.model.dim}, {config.optimizer.kind}\n"
+    )
+    if config.batch.streams < cluster.ranks:
+        print(
+            f"batch.streams is {config.batch.streams}: {cluster.ranks} processes need batch.streams={cluster.ranks}\n"
+        )
+    try:
+        found = planning.estimate(config, tables, cluster)
+    except ShardingError as error:
+        print(f"no plan: {error}")
+        return 1
+    print(_sharding(found.parts))
+    print(f"\nMemory of the busiest process, {found.events:,} events and {found.lookups:,} rows looked up at once:\n")
+    print(_sizes(found.memory, "total", found.total))
+    if found.host:
+        print(f"{'host memory, while a checkpoint is written':<48} {_size(found.host):>10}")
+        print(f"{'the same for all processes of a node, at most':<48} {_size(found.host * cluster.per_node):>10}")
+    print("\nSent by the busiest process in a step (a micro-batch, if there are several):\n")
+    print(_sizes(found.sent, "total", sum(found.sent.values())))
+    if found.fits(cluster):
+        try:
+            planning.estimate(config, tables, cluster, cap=True)
+        except ShardingError as error:
+            print(f"\nDOES NOT FIT: {error}")
+        else:
+            share = found.total / cluster.memory
+            print(f"\nFITS: {_size(found.total)} of {gigabytes:g} GB a process ({share:.0%}).")
+            return 0
+    else:
+        usable = f"{planning.USABLE:.0%} can be used"
+        print(f"\nDOES NOT FIT: {_size(found.total)} of {gigabytes:g} GB a process, of which {usable}.")
+    _print_changes(config, options.items, sides, cluster)
+    return 1
+
+
+def _print_changes(config: Config, items: int, sides: dict[str, int], cluster: "planning.Cluster") -> None:
+    from fuxi_torchrec.training import planning
+
+    changes = planning.changes_that_fit(config, items, sides, cluster)
+    if not changes:
+        print("No single change and no pair of changes that were tried makes it fit: take fewer items or more memory.")
+        return
+    print("What would fit:")
+    for change in sorted(changes, key=lambda each: each.total):
+        print(f"  {' and '.join(change.settings):<60} {_size(change.total):>10}")
+
+
+def _sharding(parts: "list[Placement]") -> str:
+    """Like parts of a table in one line."""
+    head = f"{'table':<20} {'sharding':<14} {'kernel':<7} {'processes':>10}"
+    lines = [f"{head} {'rows of a part':>16} {'columns':>8} {'MB':>12}"]
+    for table in dict.fromkeys(part.table for part in parts):
+        own = [part for part in parts if part.table == table]
+        largest = max(own, key=lambda part: part.rows * part.columns)
+        holders = "all" if largest.rank is None else str(len({part.rank for part in own}))
+        size = largest.rows * largest.columns * 4 / 1e6
+        lines.append(
+            f"{table:<20} {largest.sharding:<14} {largest.kernel:<7} {holders:>10} {largest.rows:>16,} "
+            f"{largest.columns:>8} {size:>12,.1f}"
+        )
+    return "\n".join(lines)
+
+
+def _sizes(values: dict[str, int], last: str, total: int) -> str:
+    return "\n".join(f"{name:<48} {_size(value):>10}" for name, value in [*values.items(), (last, total)])
+
+
+def _size(value: float) -> str:
+    return f"{value / 1e9:,.2f} GB" if value >= 1e8 else f"{value / 1e6:,.2f} MB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""What an export recommends to a user, or after a history.
+
+python -m pipelines.recommend --export DIR --user ID [--time ISO|unix] [-k 10] [--exclude-seen] [--json]
+python -m pipelines.recommend --export DIR --history ITEM@TIME,ITEM@TIME [--time ISO|unix] [-k 10] [--json]
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fuxi_torchrec.logging import setup_logging
+from fuxi_torchrec.serving.recommender import Answer, Recommender
+from fuxi_torchrec.serving.times import parse_time, show_time
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.recommend", description=__doc__.splitlines()[0])
+    parser.add_argument("--export", required=True, type=Path, metavar="DIR")
+    who = parser.add_mutually_exclusive_group(required=True)
+    who.add_argument("--user", metavar="ID", help="a user's raw id")
+    who.add_argument("--history", metavar="ITEM@TIME,...", help="an anonymous history: raw item ids and their times")
+    parser.add_argument("--time", metavar="ISO|unix", help="of the request; the export's as_of by default")
+    parser.add_argument("-k", type=int, default=10, help="how many items")
+    parser.add_argument("--exclude-seen", action="store_true", help="leave out items of the history")
+    parser.add_argument("--log-dir", type=Path, help="of appended events; the export's path and .log by default")
+    parser.add_argument("--json", action="store_true", help="an object with user, as_of and items")
+    return parser.parse_args(arguments)
+
+
+def raw_id(text: str, kind: str, what: str) -> int | str:
+    """An id of the export's type."""
+    if kind == "string":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{what} {text!r} is no integer: this export has integer ids") from None
+
+
+def ask(args: argparse.Namespace, recommender: Recommender) -> Answer:
+    """One answer."""
+    manifest = recommender.manifest
+    time = parse_time(args.time, manifest.time_unit) if args.time else manifest.as_of
+    if args.user is not None:
+        user = raw_id(args.user, manifest.user_id_type, "--user")
+        return recommender.recommend([user], time, args.k, args.exclude_seen)[0]
+    items, times = [], []
+    for event in filter(None, args.history.split(",")):
+        item, at, when = event.rpartition("@")
+        if not at:
+            raise ValueError(f"--history: {event!r} is not ITEM@TIME")
+        items.append(raw_id(item, manifest.item_id_type, "--history: item"))
+        times.append(parse_time(when, manifest.time_unit))
+    return recommender.recommend_history(items, times, time, args.k, args.exclude_seen)
+
+
+def show(answer: Answer, unit: str) -> None:
+    """A table for people."""
+    who = "this history" if answer.user_id is None else f"user {answer.user_id}"
+    print(f"for {who} at {show_time(answer.as_of, unit)} UTC, after {answer.events:,} events")
+    if not answer.known:
+        print("the user is unknown: served as new, with the catalogue's first items")
+    if answer.before_last_event:
+        print("the time lies before the last event: no time has passed since, for the model")
+    if answer.unknown_items:
+        print(f"{answer.unknown_items} items of the history are unknown to the model")
+    width = max((len(str(item)) for item in answer.items), default=4)
+    print(f"{'':>4}  {'item':<{width}}  {'score':>9}")
+    for place, (item, score) in enumerate(zip(answer.items, answer.scores, strict=True), 1):
+        print(f"{place:>4}  {item!s:<{width}}  {score:>9.4f}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Ask and show."""
+    args = parse(arguments)
+    setup_logging("warning")
+    try:
+        recommender = Recommender.load(args.export, log_dir=args.log_dir, read_only=True, warm_up=False)
+        answer = ask(args, recommender)
+    except (ValueError, OSError) as error:
+        print(f"recommend: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(answer.to_dict()))
+    else:
+        show(answer, recommender.manifest.time_unit)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

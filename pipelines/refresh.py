@@ -1,0 +1,95 @@
+"""A new export from an old one and the events since, without encoding everybody again.
+
+    python -m pipelines.refresh --export DIR --events NEW --output DIR2
+        [--as-of T] [--requery-all] [--forget FILE] [--user-column C --item-column C --time-column C]
+
+NEW is a CSV or Parquet file, a directory, a glob, or the log directory of a Recommender.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.logging import setup_logging
+from fuxi_torchrec.serving.bundle import Bundle
+from fuxi_torchrec.serving.new_events import LogColumns
+from fuxi_torchrec.serving.refresh import Summary, refresh
+from fuxi_torchrec.serving.times import parse_time
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(prog="python -m pipelines.refresh", description=__doc__.splitlines()[0])
+    parser.add_argument("--export", required=True, type=Path, metavar="DIR", help="the export to begin with")
+    parser.add_argument("--events", required=True, metavar="NEW", help="file, directory, glob, or a service's log")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR2", help="the new export")
+    parser.add_argument("--as-of", metavar="T", help="when users are asked: ISO or a number; the latest event's time")
+    parser.add_argument("--requery-all", action="store_true", help="ask all users, not only those with new events")
+    parser.add_argument("--forget", type=Path, metavar="FILE", help="users to leave out, an id a line")
+    parser.add_argument("--user-column", default="user_id")
+    parser.add_argument("--item-column", default="item_id")
+    parser.add_argument("--time-column", default="timestamp")
+    parser.add_argument("--on-bad-rows", choices=("error", "skip"), default="error")
+    return parser.parse_args(arguments)
+
+
+def users_to_forget(path: Path | None, kind: str) -> list[int | str]:
+    """Ids of a file, of the export's type."""
+    if path is None:
+        return []
+    lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    if kind == "string":
+        return list(lines)
+    wrong = [number for number, line in enumerate(lines, 1) if not line.lstrip("-").isdigit()]
+    if wrong:
+        raise ValueError(f"{path}: line {wrong[0]} is no integer, as the export's user ids are")
+    return [int(line) for line in lines]
+
+
+def run(args: argparse.Namespace) -> Summary:
+    """Refresh, with a progress bar on a terminal."""
+    manifest = Bundle.open(args.export).manifest
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} users"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("reading", total=None)
+        return refresh(
+            args.export,
+            args.events,
+            args.output,
+            as_of=parse_time(args.as_of, manifest.time_unit) if args.as_of else None,
+            requery_all=args.requery_all,
+            forget=users_to_forget(args.forget, manifest.user_id_type),
+            columns=LogColumns(args.user_column, args.item_column, args.time_column),
+            on_bad_rows=args.on_bad_rows,
+            progress=lambda what, done, total: bar.update(task, description=what, completed=done, total=total),
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Refresh and say what came of it."""
+    args = parse(arguments)
+    setup_logging()
+    try:
+        summary = run(args)
+    except (DataError, ValueError, OSError) as error:
+        print(f"refresh: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("refresh: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    print("\n".join(summary.lines()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
