@@ -64,12 +64,68 @@ def train(
         env: further environment variables of the workers
         mounts: mounts in TorchX's form, for example type=bind,src=/host,dst=/job
     """
-    return ddp(
+    return group(
         "--config",
         config,
         "--run-dir",
         run_dir,
         *overrides,
+        module=module,
+        j=j,
+        image=image,
+        name=name,
+        cpu=cpu,
+        gpu=gpu,
+        mem_mb=mem_mb,
+        host=host,
+        threads=threads,
+        restarts=restarts,
+        retries=retries,
+        rdzv_port=rdzv_port,
+        env=env,
+        mounts=mounts,
+    )
+
+
+def group(
+    *arguments: str,
+    module: str,
+    j: str = "1x2",
+    image: str = IMAGE,
+    name: str = "/",
+    cpu: int = 2,
+    gpu: int = 0,
+    mem_mb: int = 8192,
+    host: Optional[str] = None,
+    threads: int = 1,
+    restarts: int = 3,
+    retries: int = 0,
+    rdzv_port: int = 0,
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+) -> specs.AppDef:
+    """Run a module on a group of processes with torchrun: dist.ddp with this project's settings.
+
+    Args:
+        arguments: of the module
+        module: Python module to run
+        j: [min_nodes:]nodes x processes per node, for example 1x2, 2x8 or 1:2x4
+        image: container image for cluster schedulers, with the repository as working directory (see Dockerfile)
+        name: job name, experiment/run
+        cpu: cores per node
+        gpu: GPUs per node
+        mem_mb: memory per node in MB
+        host: named resource; replaces cpu, gpu and mem_mb
+        threads: OMP threads per process
+        restarts: how often torchrun restarts all workers when one fails
+        retries: how often the scheduler restarts the whole job
+        rdzv_port: rendezvous port of a job on several nodes; 0 takes a random free one, so that jobs on one host do
+            not meet
+        env: further environment variables of the workers
+        mounts: mounts in TorchX's form, for example type=bind,src=/host,dst=/job
+    """
+    return ddp(
+        *arguments,
         m=module,
         j=j,
         image=image,
@@ -82,6 +138,51 @@ def train(
         rdzv_port=rdzv_port or free_port(),
         env={**WORKER_ENV, "OMP_NUM_THREADS": str(threads), "PET_MAX_RESTARTS": str(restarts), **(env or {})},
         mounts=mounts,
+    )
+
+
+def single(
+    *arguments: str,
+    module: str,
+    image: str = IMAGE,
+    name: str = "",
+    cpu: int = 2,
+    mem_mb: int = 8192,
+    host: Optional[str] = None,
+    retries: int = 0,
+    env: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+) -> specs.AppDef:
+    """Run a module as one process, without torchrun.
+
+    Args:
+        arguments: of the module
+        module: Python module to run
+        image: container image for cluster schedulers, with the repository as working directory (see Dockerfile)
+        name: job name; by default the module's
+        cpu: cores
+        mem_mb: memory in MB
+        host: named resource; replaces cpu and mem_mb
+        retries: how often the scheduler restarts the job
+        env: environment variables
+        mounts: mounts in TorchX's form, for example type=bind,src=/host,dst=/job
+    """
+    last = module.rpartition(".")[2]
+    return specs.AppDef(
+        name=name or last,
+        roles=[
+            specs.Role(
+                name=last,
+                image=image,
+                entrypoint="python",
+                args=["-m", module, *arguments],
+                num_replicas=1,
+                resource=specs.resource(cpu=cpu, gpu=0, memMB=mem_mb, h=host),
+                env=dict(env or {}),
+                max_retries=retries,
+                mounts=specs.parse_mounts(mounts) if mounts else [],
+            )
+        ],
     )
 
 

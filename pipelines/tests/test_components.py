@@ -19,6 +19,20 @@ def test_workers_get_the_projects_settings_and_extra_variables():
     assert wanted.items() <= only.env.items()
 
 
+def test_a_group_runs_any_module_with_its_arguments():
+    (only,) = components.group("--run-dir", "/runs/a b", module="pipelines.evaluate", j="1x4").roles
+    assert only.args[1].endswith("--nproc_per_node 4 --tee 3 --role '' -m pipelines.evaluate --run-dir '/runs/a b'")
+    assert components.WORKER_ENV.items() <= only.env.items()
+
+
+def test_a_single_process_is_started_without_torchrun():
+    app = components.single("--input", "a b", module="pipelines.prepare", env={"EXTRA": "1"}, mem_mb=123)
+    (only,) = app.roles
+    assert app.name == "prepare"
+    assert (only.entrypoint, only.args) == ("python", ["-m", "pipelines.prepare", "--input", "a b"])
+    assert only.env == {"EXTRA": "1"} and only.resource.memMB == 123 and only.num_replicas == 1
+
+
 def test_jobs_on_several_nodes_get_ports_of_their_own():
     ports = {role(j="2x1").port_map["c10d"] for _ in range(8)}
     assert len(ports) > 1

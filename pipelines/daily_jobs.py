@@ -1,0 +1,216 @@
+"""Stages as TorchX jobs: made, submitted, followed, and found again after the pipeline was killed."""
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipelines import components
+from pipelines.daily_config import JobsConfig
+from pipelines.daily_state import DailyError, is_locked
+
+# Every process of a job has it, so that a job is found again even if nobody noted its handle.
+MARK = "FUXI_DAILY_JOB"
+LOCAL = ("local_cwd", "local")
+_TAIL = 12
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stage of a day as a command.
+
+    Attributes:
+        grouped: on a group of processes by torchrun; else one process.
+        lock: a file that the job holds a lock on while it runs.
+    """
+
+    day: str
+    stage: str
+    module: str
+    arguments: tuple[str, ...]
+    grouped: bool = True
+    lock: str | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended.
+
+    Attributes:
+        message: what it says of its failure.
+        logs: where its output is.
+    """
+
+    succeeded: bool
+    message: str = ""
+    logs: str | None = None
+
+
+class Jobs(Protocol):
+    """What the pipeline asks of whatever runs its jobs."""
+
+    def submit(self, job: Job) -> str:
+        """Start a job; its handle."""
+
+    def follow(self, job: Job, handle: str) -> Ended:
+        """Wait for its end."""
+
+    def wait_for_earlier(self, job: Job, handle: str | None) -> bool:
+        """Wait for a job that an earlier pipeline started; whether there was one."""
+
+
+class TorchXJobs:
+    """Jobs through TorchX's Runner.
+
+    Args:
+        runner: of ``torchx.runner.get_runner``.
+        scheduler: local_cwd, slurm, kubernetes, ...
+        config: how jobs run.
+        root: of the pipeline; logs of local jobs are kept in its ``jobs``.
+    """
+
+    def __init__(self, runner: Any, scheduler: str, config: JobsConfig, root: Path) -> None:
+        self.runner, self.scheduler, self.config, self.root = runner, scheduler, config, root
+
+    # --- what is submitted -------------------------------------------------------------------------------------------
+
+    def mark(self, job: Job) -> str:
+        """Of this job among all of all pipelines."""
+        return f"{self.root}:{job.day}:{job.stage}"
+
+    def app(self, job: Job) -> Any:
+        """The AppDef."""
+        config, name = self.config, f"{job.stage}-{job.day}"
+        env = {**config.environment, MARK: self.mark(job)}
+        if self.scheduler in LOCAL:
+            env["PATH"] = str(Path(sys.executable).parent)  # TorchX puts it before the rest
+        common: dict[str, Any] = {
+            "module": job.module,
+            "image": config.image,
+            "cpu": config.cpu,
+            "mem_mb": config.mem_mb,
+            "host": config.host,
+            "env": env,
+            "mounts": [part for mount in config.mounts for part in mount.split(",")] or None,
+        }
+        if not job.grouped:
+            return components.single(*job.arguments, name=f"daily-{name}", **common)
+        return components.group(
+            *job.arguments,
+            name=f"daily/daily-{name}",
+            j=config.processes,
+            gpu=config.gpu,
+            threads=config.threads,
+            restarts=config.restarts,
+            **common,
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Of the scheduler: the config's, then those of .torchxconfig."""
+        from torchx.runner import config as torchx_config
+
+        known = self.runner.scheduler_run_opts(self.scheduler)
+        given: dict[str, Any] = {}
+        for key, value in self.config.scheduler_options.items():
+            if known.get(key) is None:  # TorchX would leave it out without a word
+                names = ", ".join(name for name, _ in known)
+                raise DailyError(f"jobs.scheduler_options: {self.scheduler} has no option {key}; it has {names}")
+            given |= known.cfg_from_str(f"{key}={value}")
+        if self.scheduler in LOCAL:
+            given.setdefault("log_dir", str(self.root / "jobs"))
+        torchx_config.apply(self.scheduler, given)
+        return dict(given)
+
+    def request(self, job: Job) -> Any:
+        """What would be submitted; printable."""
+        return self.runner.dryrun(self.app(job), self.scheduler, self.options())
+
+    # --- running -----------------------------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> str:
+        """Start a job; its handle."""
+        return str(self.runner.schedule(self.request(job)))
+
+    def follow(self, job: Job, handle: str) -> Ended:
+        """Wait for its end; cancelled if it takes too long."""
+        for _ in self._ticks():
+            status = self.runner.status(handle)
+            if status is None:
+                return Ended(False, f"{self.scheduler} does not know {handle} any more")
+            if status.is_terminal():
+                return self._ended(handle, status)
+        self.runner.cancel(handle)
+        return Ended(False, f"cancelled after {self.config.timeout_minutes:g} minutes (jobs.timeout_minutes)")
+
+    def wait_for_earlier(self, job: Job, handle: str | None) -> bool:
+        """Wait for a job that an earlier pipeline started, on this machine or a cluster; whether there was one."""
+        found, told = False, False
+        for _ in self._ticks():
+            alive = self._alive(job, handle)
+            if not alive:
+                return found
+            found = True
+            if not told:
+                print(f"  {job.stage} of day {job.day} still runs: {alive}; waiting for it", flush=True)
+                told = True
+        raise DailyError(
+            f"day {job.day}: {job.stage} of an earlier pipeline still runs after {self.config.timeout_minutes:g} "
+            f"minutes: {self._alive(job, handle)}; stop it, and run again"
+        )
+
+    def _alive(self, job: Job, handle: str | None) -> str:
+        """What of a job still runs, in words; nothing if nothing does."""
+        if handle is not None and not handle.startswith(tuple(f"{name}:" for name in LOCAL)):
+            status = self.runner.status(handle)
+            return handle if status is not None and not status.is_terminal() else ""
+        processes = marked_processes(self.mark(job))
+        if processes:
+            return f"process {', '.join(map(str, processes))}"
+        return f"{job.lock} is locked" if job.lock is not None and is_locked(Path(job.lock)) else ""
+
+    def _ticks(self) -> Iterator[None]:
+        """Until the time is up."""
+        deadline = time.monotonic() + self.config.timeout_minutes * 60
+        while True:
+            yield
+            if time.monotonic() > deadline:
+                return
+            time.sleep(self.config.poll_seconds)
+
+    def _ended(self, handle: str, status: Any) -> Ended:
+        place = status.ui_url.removeprefix("file://") if status.ui_url else f"torchx log {handle}"
+        if status.state.name == "SUCCEEDED":
+            return Ended(True, logs=place)
+        return Ended(False, _error(status) or tail(Path(place)) or f"ended as {status.state.name}", place)
+
+
+def _error(status: Any) -> str:
+    """The error that torchrun has reported of the worker that failed first."""
+    with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
+        message = json.loads(status.structured_error_msg)["message"]
+        text = message["message"] if isinstance(message, dict) else message
+        return str(text).strip()
+    return ""
+
+
+def tail(directory: Path) -> str:
+    """The last lines that a local job wrote to its standard error."""
+    files = sorted(directory.glob("*/*/stderr.log")) if directory.is_dir() else []
+    lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-_TAIL:])
+
+
+def marked_processes(mark: str) -> Sequence[int]:
+    """Processes of this machine whose environment has the mark of a job."""
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
+            if wanted in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return sorted(found)

@@ -1,0 +1,703 @@
+"""The daily pipeline without launches: jobs here only write what the real ones would."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from fuxi_torchrec.strict_yaml import ConfigError
+from pipelines import daily, daily_config, daily_jobs, daily_state
+from pipelines.daily import Daily, StageError, judge
+from pipelines.daily_config import GateConfig, LogsConfig
+from pipelines.daily_jobs import Ended, Job
+from pipelines.daily_state import DailyError, Layout, Release, Releases, State
+
+
+class KilledError(BaseException):
+    """The pipeline is killed here."""
+
+
+class FakeJobs:
+    """Does at once what a job would do.
+
+    values: ndcg@10 of each day's model. broken: (stage, day) that fail. killed: (stage, day) at which the pipeline
+    dies, before the job has done anything, or after it. asked_to_leave: how often training is.
+    """
+
+    def __init__(self, values, broken=(), killed_before=(), killed_after=(), asked_to_leave=0):
+        self.values, self.broken = values, set(broken)
+        self.killed_before, self.killed_after = set(killed_before), set(killed_after)
+        self.asked_to_leave = asked_to_leave
+        self.submitted, self.waited, self.jobs = [], [], {}
+
+    def submit(self, job):
+        self.submitted.append((job.stage, job.day))
+        self.jobs[job.stage, job.day] = job
+        return f"fake://{job.stage}-{job.day}"
+
+    def wait_for_earlier(self, job, handle):
+        self.waited.append((job.stage, handle))
+        return False
+
+    def follow(self, job, handle):
+        key = (job.stage, job.day)
+        if key in self.killed_before:
+            self.killed_before.remove(key)
+            raise KilledError
+        if key in self.broken:
+            return Ended(
+                False, f"{job.stage} says why, in {options(job).get('--input', '')}/00000-00000-part-0.parquet"
+            )
+        if job.stage == "train" and self.asked_to_leave:
+            self.asked_to_leave -= 1
+            run = options(job)["--run-dir"]
+            os.makedirs(run, exist_ok=True)
+            write(f"{run}/preempted", {})
+            write(f"{run}/summary.json", {"preempted": True})
+            return Ended(True)
+        self.work(job)
+        if key in self.killed_after:
+            self.killed_after.remove(key)
+            raise KilledError
+        return Ended(True, logs="/logs")
+
+    def work(self, job):
+        given = options(job)
+        if job.stage == "prepare":
+            os.makedirs(given["--output"])
+            events = sum(os.path.getsize(entry.path) for entry in os.scandir(given["--input"]))
+            write(f"{given['--output']}/dataset.json", {"events": events})
+        elif job.stage == "train":
+            os.makedirs(given["--run-dir"], exist_ok=True)
+            write(f"{given['--run-dir']}/summary.json", {"preempted": False})
+        elif job.stage in ("evaluate", "compare"):
+            write(given["--output"], evaluation(self.values[(job.stage == "compare" and "compare") or job.day]))
+        else:
+            os.makedirs(given["--output"])
+            write(f"{given['--output']}/manifest.json", {})
+
+
+def options(job):
+    return dict(each.split("=", 1) for each in job.arguments if each.startswith("--") and "=" in each)
+
+
+def write(path, content):
+    with open(path, "w") as file:
+        json.dump(content, file)
+
+
+def evaluation(value):
+    metrics = {"ndcg@10": value, "hr@10": 0.5, "mrr": 0.1, "by_history_length": {}}
+    return {"split": "test", "filter_seen": False, "last": metrics, "target": metrics, "baselines": {"popular": {}}}
+
+
+@pytest.fixture
+def pipeline(tmp_path):
+    """Makes a pipeline as a new process would: from what is on disk."""
+
+    def make(jobs, days=3, settings=()):
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        for day in range(days):
+            (tmp_path / "logs" / f"part-{day}.parquet").write_text("event")
+        given = [f"root={tmp_path / 'root'}", f'logs.path="{tmp_path}/logs/part-{{day}}.parquet"', *settings]
+        found = Daily(daily_config.load(None, given), jobs)
+        found.note_published()
+        return found
+
+    return make
+
+
+def run(made):
+    return made.run(made.pending())
+
+
+def statuses(made):
+    return {day: record.status for day, record in made.state.days.items()}
+
+
+STAGES = ["prepare", "train", "evaluate", "export"]
+
+
+# --- days and stages -------------------------------------------------------------------------------------------------
+
+
+def test_days_run_in_order_each_from_the_one_before(pipeline):
+    jobs = FakeJobs({"0": 0.1, "1": 0.11, "2": 0.12})
+    made = pipeline(jobs)
+    assert run(made) == 0
+    assert jobs.submitted == [(stage, day) for day in "012" for stage in STAGES]
+    assert made.releases.line() == ["2", "1", "0"]
+    root = made.layout.root
+    assert "--extend" not in options(jobs.jobs["prepare", "0"])
+    assert options(jobs.jobs["prepare", "2"])["--extend"] == f"{root}/data/1"
+    assert "--init-from" not in options(jobs.jobs["train", "0"])
+    assert options(jobs.jobs["train", "2"])["--init-from"] == f"{root}/runs/1"
+    assert f"data.path={root}/data/2" in jobs.jobs["train", "2"].arguments
+    assert (root / "published" / "export" / "manifest.json").resolve() == root / "exports" / "2" / "manifest.json"
+    assert len(list(made.layout.inputs("2").iterdir())) == 3
+    assert run(pipeline(jobs)) == 0 and len(jobs.submitted) == 12, "nothing is left to do"
+
+
+def test_the_first_settings_are_for_runs_that_start_from_nothing(pipeline):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1})
+    run(pipeline(jobs, 2, ["train.settings=[a=1]", "train.first_settings=[b=2]"]))
+    assert jobs.jobs["train", "0"].arguments[-2:] == ("a=1", "b=2")
+    assert jobs.jobs["train", "1"].arguments[-1] == "a=1"
+    cold = FakeJobs({"2": 0.1})
+    run(pipeline(cold, 3, ["train.first_settings=[b=2]", "train.warm_start=false"]))
+    assert cold.jobs["train", "2"].arguments[-1] == "b=2" and "--init-from" not in options(cold.jobs["train", "2"])
+    assert "--extend" in options(cold.jobs["prepare", "2"]), "items keep their indices"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_pipeline_goes_on_at_the_stage_where_it_stopped(pipeline, stage):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1}, killed_before=[(stage, "1")])
+    with pytest.raises(KilledError):
+        run(pipeline(jobs, 2))
+    before = len(jobs.submitted)
+    made = pipeline(jobs, 2)
+    assert made.state.days["1"].stages[stage].status == "running"
+    assert run(made) == 0
+    assert [each for each, _ in jobs.submitted[before:]] == STAGES[STAGES.index(stage) :]
+    assert jobs.waited == [(stage, f"fake://{stage}-1")], "a job left over is waited for before another is started"
+    assert made.state.days["1"].stages[stage].attempts == 2
+    assert made.releases.line() == ["1", "0"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_that_finished_just_before_a_kill_is_not_repeated(pipeline, stage):
+    jobs = FakeJobs({"0": 0.1}, killed_after=[(stage, "0")])
+    with pytest.raises(KilledError):
+        run(pipeline(jobs, 1))
+    made = pipeline(jobs, 1)
+    assert run(made) == 0
+    assert jobs.submitted == [(each, "0") for each in STAGES]
+    assert made.state.days["0"].stages[stage].status == "finished"
+
+
+@pytest.mark.parametrize("step", ["_write", "_point_to"])
+@pytest.mark.parametrize("done", [False, True])
+def test_a_kill_while_publishing_leaves_the_old_or_the_new_day_published(pipeline, monkeypatch, step, done):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1})
+    assert run(pipeline(jobs, 1)) == 0
+    original = getattr(Releases, step)
+
+    def killed(self, argument):
+        if done:
+            original(self, argument)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Releases, step, killed)
+        with pytest.raises(KilledError):
+            run(pipeline(jobs, 2))
+    made = pipeline(jobs, 2)
+    moved = step == "_point_to" and done
+    assert made.releases.current().day == ("1" if moved else "0")
+    assert run(made) == 0
+    assert made.releases.line() == ["1", "0"] and statuses(made) == {"0": "published", "1": "published"}
+    assert made.state.days["1"].metrics["last"]["ndcg@10"] == 0.1
+    assert len(jobs.submitted) == 8
+
+
+def test_a_day_rolled_back_before_its_publishing_was_noted_is_not_published_again(pipeline, monkeypatch):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1})
+    assert run(pipeline(jobs, 1)) == 0
+    original = Releases._point_to
+
+    def killed(self, day):
+        original(self, day)
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Releases, "_point_to", killed)
+        with pytest.raises(KilledError):
+            run(pipeline(jobs, 2))
+    pipeline(jobs, 2).releases.roll_back(None)
+    made = pipeline(jobs, 2)
+    assert made.pending() == [] and made.releases.current().day == "0"
+
+
+def test_training_that_was_asked_to_leave_is_launched_again(pipeline):
+    jobs = FakeJobs({"0": 0.1}, asked_to_leave=2)
+    made = pipeline(jobs, 1)
+    assert run(made) == 0
+    assert made.state.days["0"].stages["train"].attempts == 3
+    jobs = FakeJobs({"1": 0.1}, asked_to_leave=9)
+    assert run(pipeline(jobs, 2)) == daily.FAILED
+    assert jobs.submitted.count(("train", "1")) == 4, "jobs.relaunches bounds it"
+
+
+def test_without_the_state_file_published_days_are_known_and_a_day_on_its_way_is_done_again(pipeline, capsys):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1}, killed_before=[("evaluate", "1")])
+    with pytest.raises(KilledError):
+        run(pipeline(jobs, 2))
+    pipeline(jobs, 2).state.path.unlink()
+    made = pipeline(jobs, 2)
+    assert made.pending() == ["1"] and made.state.days["0"].status == "published"
+    assert run(made) == daily.FAILED and "--redo 1" in capsys.readouterr().err
+    made.forget("1")
+    assert run(made) == 0
+
+
+# --- days that are not published -------------------------------------------------------------------------------------
+
+
+def test_a_day_with_broken_data_fails_and_the_published_one_stands(pipeline, capsys):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1, "2": 0.1}, broken=[("prepare", "1")])
+    made = pipeline(jobs)
+    assert run(made) == daily.FAILED
+    assert statuses(made) == {"0": "published", "1": "failed"}, "later days do not run over a failed one"
+    said = capsys.readouterr().err
+    assert "day 1: prepare failed: prepare says why" in said and "day 0 stays published" in said
+    assert "logs/part-0.parquet" in said, "the log is named, not the link to it"
+    jobs.broken.clear()
+    made = pipeline(jobs)
+    assert run(made) == 0 and made.releases.line() == ["2", "1", "0"], "mended, it goes on"
+
+
+def test_a_skipped_day_is_left_out_of_later_datasets(pipeline):
+    jobs = FakeJobs({"0": 0.1, "2": 0.1}, broken=[("prepare", "1")])
+    made = pipeline(jobs)
+    assert run(made) == daily.FAILED
+    made.skip("1")
+    assert run(made) == 0
+    assert made.releases.line() == ["2", "0"]
+    read = [os.path.basename(os.readlink(each)) for each in sorted(made.layout.inputs("2").iterdir())]
+    assert read == ["part-0.parquet", "part-2.parquet"]
+    with pytest.raises(DailyError, match="day 2 is published"):
+        made.skip("2")
+    with pytest.raises(DailyError, match="no day 7; there are 0, 1, 2"):
+        made.skip("7")
+
+
+def test_a_day_without_new_events_fails(pipeline, tmp_path):
+    made = pipeline(FakeJobs({"0": 0.1}), 1)
+    assert run(made) == 0
+    (tmp_path / "logs" / "part-1.parquet").write_text("")
+    jobs = FakeJobs({"1": 0.1})
+    made = pipeline(jobs, 1)
+    assert run(made) == daily.FAILED
+    assert "0 new events, fewer than logs.min_new_events = 1" in made.state.days["1"].reason
+    assert jobs.submitted == [("prepare", "1")]
+    assert run(pipeline(jobs, 1)) == daily.FAILED, "it does not go on as if nothing were wrong"
+    (tmp_path / "logs" / "part-1.parquet").write_text("event")
+    made = pipeline(jobs, 1)
+    made.forget("1")
+    assert made.run(["1"]) == 0
+
+
+def test_a_worse_day_is_rejected_and_the_next_starts_from_the_published_one(pipeline):
+    jobs = FakeJobs({"0": 0.1, "1": 0.05, "2": 0.1})
+    made = pipeline(jobs, 2)
+    assert run(made) == daily.REJECTED
+    assert ("export", "1") not in jobs.submitted and made.releases.line() == ["0"]
+    assert "0.0500, 0.1000 for day 0: -50.0%" in made.state.days["1"].reason
+    assert made.run_day("1") == daily.REJECTED, "asked again it says so"
+    made = pipeline(jobs, 3)
+    assert run(made) == 0
+    assert statuses(made) == {"0": "published", "1": "rejected", "2": "published"}
+    assert options(jobs.jobs["train", "2"])["--init-from"].endswith("runs/0")
+    assert options(jobs.jobs["prepare", "2"])["--extend"].endswith("data/0")
+    assert made.releases.line() == ["2", "0"]
+
+
+def test_on_the_same_data_the_published_model_is_measured_anew(pipeline):
+    jobs = FakeJobs({"0": 0.3, "1": 0.1, "compare": 0.09})
+    made = pipeline(jobs, 2, ["gate.against=same_data"])
+    assert run(made) == 0, "0.1 is worse than yesterday's 0.3, but not on the same data"
+    given = options(jobs.jobs["compare", "1"])
+    assert given["--run-dir"].endswith("runs/0") and given["--data"].endswith("data/1")
+    assert ("compare", "0") not in jobs.submitted
+    jobs = FakeJobs({"2": 0.1, "compare": 0.2})
+    assert run(pipeline(jobs, 3, ["gate.against=same_data"])) == daily.REJECTED
+
+
+def test_a_day_without_a_log_or_before_the_published_one_is_refused(pipeline, capsys):
+    made = pipeline(FakeJobs({"0": 0.1, "1": 0.1}), 2)
+    assert made.run(["9"]) == daily.FAILED and "no log at" in capsys.readouterr().err
+    assert made.run(["1"]) == 0
+    assert made.run(["0"]) == daily.FAILED and "an older one does not replace it" in capsys.readouterr().err
+
+
+def test_earlier_days_than_the_first_are_history(pipeline):
+    jobs = FakeJobs({"1": 0.1, "2": 0.1})
+    made = pipeline(jobs, 3, ['logs.first_day="1"'])
+    assert made.pending() == ["1", "2"]
+    assert run(made) == 0 and len(list(made.layout.inputs("1").iterdir())) == 2
+
+
+# --- refresh ---------------------------------------------------------------------------------------------------------
+
+
+def test_between_trainings_the_published_export_takes_new_events(pipeline):
+    jobs = FakeJobs({"0": 0.1, "3": 0.1})
+    made = pipeline(jobs, 4, ["train.every_days=3"])
+    assert run(made) == 0
+    assert [(s, d) for s, d in jobs.submitted if d in "12"] == [("refresh", "1"), ("refresh", "2")]
+    given = options(jobs.jobs["refresh", "2"])
+    assert given["--export"].endswith("exports/1") and given["--output"].endswith("exports/2")
+    assert [os.path.basename(os.readlink(e)) for e in made.layout.inputs("2").iterdir()] == ["part-2.parquet"]
+    assert options(jobs.jobs["train", "3"])["--init-from"].endswith("runs/0")
+    assert made.releases.line() == ["3", "2", "1", "0"]
+    second = made.releases.read("2")
+    assert (second.trained, second.metrics["last"]["ndcg@10"]) == ("0", 0.1)
+    assert (made.layout.root / "releases" / "2" / "run").resolve().name == "0"
+
+
+# --- the gate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "settings", "publish"),
+    [
+        (0.1, None, {}, True),
+        (0.1, None, {"floor": 0.2}, False),
+        (0.2, None, {"floor": 0.2}, True),
+        (0.095, 0.1, {"max_fall": 0.05}, True),
+        (0.0949, 0.1, {"max_fall": 0.05}, False),
+        (0.2, 0.1, {"max_fall": 0.0}, True),
+        (0.1, 0.1, {"max_fall": 0.0}, True),
+        (0.0999, 0.1, {"max_fall": 0.0}, False),
+        (0.2, 0.1, {"floor": 0.3}, False),
+        (0.0, 0.0, {}, True),
+        (0.0, 0.1, {"max_fall": 1.0}, True),
+        (float("nan"), 0.1, {"max_fall": 1.0}, False),
+        (float("nan"), None, {}, False),
+        (float("nan"), None, {"floor": 0.0}, False),
+    ],
+)
+def test_the_gate(new, old, settings, publish):
+    found = judge(GateConfig(**settings), evaluation(new), None if old is None else evaluation(old), "0")
+    assert found.publish == publish, found.reason
+    assert "ndcg@10 (asked at the last event's time)" in found.reason
+
+
+def test_the_gate_compares_only_what_compares():
+    old = evaluation(0.1) | {"split": "valid"}
+    with pytest.raises(StageError, match="measured with split = valid, this one with test"):
+        judge(GateConfig(), evaluation(0.1), old, "0")
+    with pytest.raises(StageError, match=r"no hr@7 .*ndcg@10, hr@10, mrr"):
+        judge(GateConfig(metric="hr@7"), evaluation(0.1), None)
+
+
+# --- the pointer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def releases(tmp_path):
+    layout = Layout(tmp_path / "root")
+    made = Releases(layout)
+    for day in "0123":
+        layout.export(day).mkdir(parents=True)
+        (layout.export(day) / "manifest.json").write_text("{}")
+    return made
+
+
+def publish(releases, *days):
+    for day in days:
+        current = releases.current()
+        releases.publish(Release(day, day, {}, current.day if current else None))
+
+
+def test_rollback_goes_back_one_by_one_and_to_a_named_day(releases):
+    publish(releases, "0", "1", "2")
+    assert releases.roll_back(None) == ("2", "1")
+    assert releases.roll_back(None) == ("1", "0")
+    with pytest.raises(DailyError, match="nothing was published before day 0"):
+        releases.roll_back(None)
+    assert releases.roll_back("2") == ("0", "2")
+    assert releases.line() == ["2", "1", "0"]
+    with pytest.raises(DailyError, match="day 3 was never published; published were: 0, 1, 2"):
+        releases.roll_back("3")
+
+
+def test_what_was_rolled_back_is_not_before_what_comes_next(releases):
+    publish(releases, "0", "1", "2")
+    releases.roll_back(None)
+    publish(releases, "3")
+    assert releases.line() == ["3", "1", "0"]
+    assert releases.roll_back(None) == ("3", "1")
+    assert releases.ever() == {"0", "1", "2", "3"}
+
+
+def test_a_rollback_needs_the_export(releases):
+    publish(releases, "0", "1")
+    (releases.layout.export("0") / "manifest.json").unlink()
+    with pytest.raises(DailyError, match="the export of day 0 is gone"):
+        releases.roll_back(None)
+    assert releases.current().day == "1"
+
+
+def test_nothing_to_roll_back(releases):
+    with pytest.raises(DailyError, match="nothing is published"):
+        releases.roll_back(None)
+
+
+def test_readers_always_find_a_whole_release(releases):
+    publish(releases, "0", "1")
+    stop, seen, wrong = threading.Event(), set(), []
+
+    def read():
+        while not stop.is_set():
+            try:
+                at = (releases.pointer / "export").resolve(strict=True)
+                seen.add(at.name)
+                assert json.loads((releases.pointer / "release.json").read_text())["day"] in "01"
+            except Exception as error:
+                wrong.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for _ in range(100):
+            releases.roll_back("0")
+            releases.roll_back("1")
+    finally:
+        stop.set()
+        reader.join()
+    assert not wrong
+
+
+def test_a_day_begun_from_what_was_rolled_back_is_not_published(pipeline, capsys):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1, "2": 0.1}, killed_before=[("export", "2")])
+    with pytest.raises(KilledError):
+        run(pipeline(jobs))
+    made = pipeline(jobs)
+    made.releases.roll_back(None)
+    assert run(made) == daily.FAILED
+    assert "begun from 1, now 0 is published: --redo 2" in capsys.readouterr().err
+    made.forget("2")
+    assert made.run(["2"]) == 0
+    assert made.releases.line() == ["2", "0"]
+    assert options(jobs.jobs["train", "2"])["--init-from"].endswith("runs/0")
+
+
+def test_a_rollback_during_the_last_stage_wins(pipeline, capsys):
+    made = pipeline(FakeJobs({"0": 0.1, "1": 0.1}), 2)
+    assert run(made) == 0
+    jobs = FakeJobs({"2": 0.1})
+    made = pipeline(jobs, 3)
+    original = jobs.work
+
+    def work(job):
+        original(job)
+        if job.stage == "export":
+            made.releases.roll_back(None)
+
+    jobs.work = work
+    assert run(made) == daily.FAILED
+    assert made.releases.current().day == "0" and "begun from 1, now 0" in capsys.readouterr().err
+
+
+def test_a_published_day_is_not_redone_and_a_rolled_back_one_is(pipeline):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1})
+    made = pipeline(jobs, 2)
+    run(made)
+    with pytest.raises(DailyError, match="day 1 is published"):
+        made.forget("1")
+    made.releases.roll_back(None)
+    made.forget("1")
+    assert not made.layout.run("1").exists() and made.pending() == ["1"]
+    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+
+
+# --- the state file --------------------------------------------------------------------------------------------------
+
+
+def test_the_state_comes_back_as_it_was_written(tmp_path):
+    state = State(tmp_path)
+    state.start("0", "prepare").job = "slurm://torchx/7"
+    state.end("0", "prepare", "finished")
+    state.start("0", "train")
+    again = State(tmp_path)
+    assert {name: dataclasses.asdict(day) for name, day in again.days.items()} == {
+        name: dataclasses.asdict(day) for name, day in state.days.items()
+    }
+    assert again.days["0"].stages["prepare"].job == "slurm://torchx/7"
+    assert again.days["0"].stages["prepare"].seconds is not None
+
+
+def test_a_damaged_state_file_is_named(tmp_path):
+    (tmp_path / "state.json").write_text('{"version": 1, "days": {"0"')
+    with pytest.raises(DailyError, match=r"state.json: not a readable state file"):
+        State(tmp_path)
+
+
+def test_a_lock_is_held_by_one(tmp_path):
+    path = tmp_path / ".lock"
+    assert not daily_state.is_locked(path)
+    with daily_state.locked(path, "the pipeline"):
+        assert daily_state.is_locked(path)
+        with (
+            pytest.raises(DailyError, match=f"the pipeline is locked by process {os.getpid()}"),
+            daily_state.locked(path, "the pipeline"),
+        ):
+            pass
+    assert not daily_state.is_locked(path)
+
+
+# --- logs ------------------------------------------------------------------------------------------------------------
+
+
+def test_days_are_found_in_files_directories_and_globs(tmp_path):
+    for name in ("part-9.parquet", "part-10.parquet", "part-x.txt", "other.parquet"):
+        (tmp_path / name).write_text("")
+    logs = daily.Logs(LogsConfig(path=f"{tmp_path}/part-{{day}}.parquet"))
+    assert logs.days() == ["9", "10"]
+    for name in ("2024-05-01/b.parquet", "2024-05-01/a.parquet", "2024-05-02/c.csv", "empty/note.txt"):
+        (tmp_path / "days" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "days" / name).write_text("")
+    logs = daily.Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}"))
+    assert logs.days() == ["2024-05-01", "2024-05-02"]
+    assert [each.name for each in logs.files("2024-05-01")] == ["a.parquet", "b.parquet"]
+    assert daily.Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}/*.csv")).days() == ["2024-05-02"]
+    links = logs.link(["2024-05-01", "2024-05-02"], tmp_path / "links")
+    assert [os.path.basename(each) for each in links.values()] == ["a.parquet", "b.parquet", "c.csv"]
+    assert sorted(links) == list(links)
+
+
+@pytest.mark.parametrize("path", ["logs/all.parquet", "{day}/{day}", "logs/{day}-*.parquet", "*/{day}"])
+def test_a_path_that_names_no_day_is_refused(path):
+    with pytest.raises(ConfigError, match="path"):
+        daily_config.load(None, [f'logs.path="{path}"'])
+
+
+# --- for people ------------------------------------------------------------------------------------------------------
+
+
+def test_the_status_says_what_was_done_and_what_is_published(pipeline, capsys):
+    jobs = FakeJobs({"0": 0.1, "1": 0.01, "2": 0.1}, killed_before=[("train", "2")])
+    made = pipeline(jobs, 4)
+    with pytest.raises(KilledError):
+        run(made)
+    lines = daily.status(made.config).splitlines()
+    shown = ("day", "state", "from", "prepare", "train", "evaluate", "gate", "export", "publish", "ndcg@10")
+    assert lines[0].split() == list(shown)
+    assert lines[1].startswith("*  0") and lines[1].endswith("0.1000")
+    assert "rejected" in lines[2] and "stopped" in lines[3] and "waiting" in lines[4]
+    assert any(line.startswith("1: ndcg@10") for line in lines[5:])
+    made.releases.roll_back("0")
+
+
+def test_the_command_line(pipeline, tmp_path, capsys):
+    made = pipeline(FakeJobs({"0": 0.1, "1": 0.1}), 2)
+    run(made)
+    file = tmp_path / "daily.yaml"
+    file.write_text(f"root: {made.layout.root}\nlogs:\n  path: {made.config.logs.path}\n")
+    assert daily.main(["--config", str(file), "--rollback"]) == 0
+    assert "day 0 is published, day 1 is not any more" in capsys.readouterr().out
+    assert daily.main(["--config", str(file), "--status"]) == 0
+    assert "rolled back" in capsys.readouterr().out
+    assert daily.main(["--config", str(file), "--rollback", "7"]) == 1
+    assert "day 7 was never published" in capsys.readouterr().err
+    assert daily.main(["--config", str(file), "--status", "gate.metrik=mrr"]) == 1
+    assert "did you mean gate.metric?" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_each_stage_and_runs_none(pipeline, tmp_path, capsys):
+    made = pipeline(FakeJobs({"0": 0.1}), 1)
+    run(made)
+    made = pipeline(FakeJobs({}), 2)
+    jobs = daily_jobs.TorchXJobs(None, "local_cwd", made.config.jobs, made.layout.root)
+    daily.dry_run(made, jobs, "1")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[-6:]] == [*STAGES[:3], "gate", "export", "publish"]
+    assert lines[-5].startswith("train: torchx run dist.ddp -j 1x2 -m pipelines.train -- --config=configs/demo.yaml ")
+    assert f"--init-from={made.layout.run('0')}" in lines[-5] and "1" not in State(made.layout.root).days
+    daily.dry_run(made, jobs, "0")
+    assert "--init-from" not in capsys.readouterr().out, "a day that is done, as it was"
+
+
+def test_a_training_config_of_another_time_unit_is_refused(tmp_path):
+    (tmp_path / "model.yaml").write_text("data:\n  time_unit: ms\n")
+    config = daily_config.load(None, [f"train.config={tmp_path}/model.yaml"])
+    with pytest.raises(DailyError, match=r"data.time_unit = ms, but logs.time_unit = s"):
+        daily.check_training(config, local=True)
+    with pytest.raises(ConfigError):
+        daily.check_training(daily_config.load(None, ["train.config=no.yaml"]), local=True)
+    daily.check_training(daily_config.load(None, ["train.config=no.yaml"]), local=False)
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """A cluster that knows some jobs."""
+
+    def __init__(self, states):
+        self.states, self.cancelled = states, []
+
+    def status(self, handle):
+        states = self.states.get(handle)
+        if not states:
+            return None
+        state = states.pop(0) if len(states) > 1 else states[0]
+        return Status(state)
+
+    def cancel(self, handle):
+        self.cancelled.append(handle)
+
+
+class Status:
+    structured_error_msg, ui_url = "<NONE>", None
+
+    def __init__(self, name):
+        self.state = type("State", (), {"name": name})
+
+    def is_terminal(self):
+        return self.state.name in ("SUCCEEDED", "FAILED", "CANCELLED")
+
+
+def torchx_jobs(states, tmp_path, **settings):
+    config = daily_config.JobsConfig(poll_seconds=0.01, **settings)
+    return daily_jobs.TorchXJobs(Runner(states), "slurm", config, tmp_path)
+
+
+JOB = Job("0", "train", "pipelines.train", ())
+
+
+def test_a_job_is_followed_to_its_end(tmp_path):
+    jobs = torchx_jobs({"slurm://t/1": ["PENDING", "RUNNING", "SUCCEEDED"], "slurm://t/2": ["FAILED"]}, tmp_path)
+    assert jobs.follow(JOB, "slurm://t/1").succeeded
+    assert jobs.follow(JOB, "slurm://t/2") == Ended(False, "ended as FAILED", "torchx log slurm://t/2")
+    assert "does not know" in jobs.follow(JOB, "slurm://t/3").message
+
+
+def test_a_job_that_takes_too_long_is_cancelled(tmp_path):
+    jobs = torchx_jobs({"slurm://t/1": ["RUNNING"]}, tmp_path, timeout_minutes=0.001)
+    ended = jobs.follow(JOB, "slurm://t/1")
+    assert not ended.succeeded and "cancelled after 0.001 minutes" in ended.message
+    assert jobs.runner.cancelled == ["slurm://t/1"]
+
+
+def test_a_cluster_job_of_an_earlier_pipeline_is_waited_for(tmp_path):
+    jobs = torchx_jobs({"slurm://t/1": ["RUNNING", "RUNNING", "FAILED"]}, tmp_path, timeout_minutes=0.01)
+    assert jobs.wait_for_earlier(JOB, "slurm://t/1")
+    assert not jobs.wait_for_earlier(JOB, "slurm://t/1") and not jobs.wait_for_earlier(JOB, "slurm://t/9")
+    stuck = torchx_jobs({"slurm://t/1": ["RUNNING"]}, tmp_path, timeout_minutes=0.001)
+    with pytest.raises(DailyError, match="still runs after"):
+        stuck.wait_for_earlier(JOB, "slurm://t/1")
+
+
+def test_a_local_job_of_an_earlier_pipeline_is_found_by_its_mark_and_its_lock(tmp_path):
+    jobs = torchx_jobs({}, tmp_path, timeout_minutes=0.5)
+    code = "import sys; print(flush=True); sys.stdin.read()"
+    environment = {**os.environ, daily_jobs.MARK: jobs.mark(JOB)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        assert daily_jobs.marked_processes(jobs.mark(JOB)) == [process.pid]
+        assert daily_jobs.marked_processes(jobs.mark(JOB)[:-1]) == []
+        threading.Timer(0.2, process.stdin.close).start()
+        assert jobs.wait_for_earlier(JOB, None)
+    assert not jobs.wait_for_earlier(JOB, "local_cwd://torchx/train-0-abc")
+    lock = tmp_path / ".lock"
+    with daily_state.locked(lock, "the run"):
+        assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == f"{lock} is locked"
+    assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == ""
