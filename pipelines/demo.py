@@ -76,7 +76,7 @@ def training_stages(root: Path, config: str, *settings: str) -> list[Stage]:
         ),
         Stage(
             "export items, users, states and an index for retrieval",
-            f"{TWO} pipelines.export -- --run-dir {root}/run --output {root}/export",
+            f"{TWO} pipelines.export -- --run-dir {root}/run --output {root}/export --state-min-events 200",
         ),
     ]
 
