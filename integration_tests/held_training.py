@@ -3,7 +3,7 @@
     torchx run dist.ddp -m integration_tests.held_training -- --run-dir RUN ...
 
 With a file ``RUN/hold`` that names a step, every process that stands there writes ``RUN/held/RANK`` and waits until
-``RUN/hold`` is gone. ``RUN/raise`` and ``RUN/stuck`` name steps at which process 1 raises, or stands still for good.
+``RUN/hold`` is gone or it is asked to stop. ``RUN/raise`` and ``RUN/stuck`` name steps at which process 1 raises, or stands still for good.
 """
 
 import json
@@ -38,7 +38,7 @@ def patch() -> None:
             aside.write_text(json.dumps(about))
             aside.rename(aside.with_name(str(self.world.rank)))
             deadline = time.monotonic() + LONGEST
-            while hold.exists() and time.monotonic() < deadline:
+            while hold.exists() and not self.stop.requested and time.monotonic() < deadline:
                 time.sleep(0.02)
         return one_step(self, pipeline, feed)
 

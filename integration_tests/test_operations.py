@@ -98,8 +98,7 @@ def test_sigterm_saves_marks_and_leaves_and_the_run_continues(data, tmp_path, un
     hold(run_dir)
     with launched(*ddp(run_dir, data, HELD), log=log) as process:
         until(lambda: held_with_a_checkpoint(run_dir), process, log)
-        process.send_signal(signal.SIGTERM)
-        release(run_dir)
+        process.send_signal(signal.SIGTERM)  # ends the hold when it reaches the workers
         process.wait(30)
     assert json.loads((run_dir / "preempted").read_text())["step"] == HOLD + 1
     assert latest(run_dir) == HOLD + 1
