@@ -43,6 +43,10 @@ clean() {
     done
     wait 2>/dev/null || true
     rm -rf "$work"
+    if [ -f .torchxslurmjobdirs ]; then  # TorchX notes every job's directory here
+        sed -i "\\|= $work/job\$|d" .torchxslurmjobdirs
+        [ -s .torchxslurmjobdirs ] || rm .torchxslurmjobdirs
+    fi
     exit "$code"
 }
 trap clean EXIT INT TERM
