@@ -6,7 +6,7 @@ VARIANT ?= cpu
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup doctor lint types unit check integration test test-slurm format wheel clean
+.PHONY: help demo setup doctor lint types unit check integration test test-slurm bench format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -31,14 +31,17 @@ lint: setup  ## ruff: rules and format
 types: setup  ## mypy
 	mypy
 
-unit: setup  ## unit tests and doctests
-	pytest fuxi_torchrec pipelines
+unit: setup  ## unit tests and doctests, one thread on each core
+	OMP_NUM_THREADS=1 pytest -n auto --maxprocesses 8 fuxi_torchrec pipelines
 
 integration: setup  ## several processes, real TorchX launches
 	pytest integration_tests
 
 test-slurm: setup  ## a real Slurm on this machine alone, and a job through it (root, Debian; not part of test)
 	integration_tests/slurm/run.sh
+
+bench: setup  ## all benchmarks, into benchmarks/RESULTS.md (an hour on an idle machine)
+	python -m benchmarks
 
 format: setup  ## rewrite the sources the way ruff wants them
 	ruff check --fix .

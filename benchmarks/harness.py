@@ -4,8 +4,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,6 +117,35 @@ def publish(name: str, title: str, text: str, raw: dict[str, Any]) -> None:
     pattern = re.compile(rf"<!-- begin {name} -->.*?<!-- end {name} -->\n", re.DOTALL)
     new = pattern.sub(lambda _: section, old) if pattern.search(old) else f"{old.rstrip()}\n\n{section}"
     RESULTS.write_text(new)
+
+
+Section = Callable[[Path], tuple[str, list[Aim], Any]]  # a scratch directory to text, aims and raw figures
+
+
+def run_sections(name: str, sections: dict[str, Section], wanted: Sequence[str], about: str) -> int:
+    """Run sections of a benchmark, each published when it is done; 0 if all aims were reached.
+
+    Args:
+        name: of the benchmark's module.
+        sections: all it has.
+        wanted: which to run.
+        about: how it was measured, a sentence or two.
+    """
+    unknown = [section for section in wanted if section not in sections]
+    if unknown:
+        raise SystemExit(f"no section {', '.join(unknown)}: there are {', '.join(sections)}")
+    scratch, aims = Path(tempfile.mkdtemp(prefix=f"{name}-benchmark-")), list[Aim]()
+    head = f"`python -m benchmarks.{name}`, float32. {machine()}. {about}".strip()
+    try:
+        for section in wanted:
+            part, found, raw = sections[section](scratch)
+            print(part, flush=True)
+            text = "\n\n".join([head, part, "\n".join(f"* {aim}" for aim in found)])
+            publish(f"{name}-{section}", f"{name.capitalize()}: {section}", text, raw)
+            aims += found
+    finally:
+        shutil.rmtree(scratch)
+    return conclude(aims)
 
 
 def conclude(aims: Sequence[Aim]) -> int:

@@ -9,7 +9,6 @@ import argparse
 import gc
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -44,21 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--items", type=int, default=1_000_000)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    scratch = Path(tempfile.mkdtemp(prefix="retrieval-benchmark-"))
-    about, aims = f"`python -m benchmarks.retrieval`, float32, one thread a process. {harness.machine()}.", list[Aim]()
-    try:
-        dataset(scratch / "set", options.items)
+    sections = {name: partial(section, items=options.items) for name, section in SECTIONS.items()}
+    return harness.run_sections("retrieval", sections, options.only.split(","), "One thread a process.")
+
+
+def trained(scratch: Path, items: int) -> Path:
+    """A run with a checkpoint, made on first use."""
+    if not (scratch / "run").exists():
+        dataset(scratch / "set", items)
         with WorkerGroup(1, timeout_seconds=900) as group:
             group.run(train, scratch / "run", [f"data.path={scratch / 'set'}", *SETTINGS])
-        for name in options.only.split(","):
-            part, found, raw = SECTIONS[name](scratch, options.items)
-            print(part, flush=True)
-            text = "\n\n".join([about, part, "\n".join(f"* {aim}" for aim in found)])
-            harness.publish(f"retrieval-{name}", f"Retrieval: {name}", text, raw)
-            aims += found
-    finally:
-        shutil.rmtree(scratch)
-    return harness.conclude(aims)
+    return scratch / "run"
 
 
 def dataset(path: Path, items: int) -> None:
@@ -107,7 +102,7 @@ def evaluation(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
     found = {}
     for processes in (1, 2):
         with WorkerGroup(processes, timeout_seconds=900) as group:
-            found[processes] = group.run(scored, scratch / "run")
+            found[processes] = group.run(scored, trained(scratch, items))
     rows = []
     for processes, ranks in found.items():
         worst = max(ranks, key=lambda each: each["resident"])
@@ -190,7 +185,7 @@ def export(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
     worst = 0.0
     for name, exact in (("flat", items), ("hnsw", 0)):
         with WorkerGroup(2, timeout_seconds=1800) as group:
-            ranks = group.run(exported, scratch / "run", scratch / f"out-{name}", exact)
+            ranks = group.run(exported, trained(scratch, items), scratch / f"out-{name}", exact)
         extra = [each["extra"] / 1e9 for each in ranks]
         raw[name] = ranks
         worst = max(worst, *extra)
@@ -211,8 +206,8 @@ def export(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
 
 def exported(run_dir: Path, output: Path, exact_items: int) -> dict[str, Any]:
     """An export and its peak memory."""
-    from fuxi_torchrec.retrieval.export import ExportOptions
     from fuxi_torchrec.retrieval.export import export as run_it
+    from fuxi_torchrec.retrieval.export_job import ExportOptions
 
     run = load(run_dir)
     gc.collect()

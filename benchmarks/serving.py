@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,20 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(asyncio.run(load(*map(int, options.client)))))
         return 0
     torch.set_num_threads(1)
-    scratch = Path(tempfile.mkdtemp(prefix="serving-benchmark-"))
-    text, aims, raw = [f"`python -m benchmarks.serving`, float32. {harness.machine()}."], list[Aim](), {}
-    text.append(f"d = 128, L = 4, {ITEMS:,} items, random weights; one thread computes.")
-    try:
-        for name in options.only.split(","):
-            part, part_aims, raw[name] = SECTIONS[name](scratch)
-            print(part, flush=True)
-            text.append(part)
-            aims += part_aims
-    finally:
-        shutil.rmtree(scratch)
-    text.append("\n".join(f"* {aim}" for aim in aims))
-    harness.publish("serving", "Serving", "\n\n".join(text), raw)
-    return harness.conclude(aims)
+    about = f"d = 128, L = 4, {ITEMS:,} items, random weights; one thread computes."
+    return harness.run_sections("serving", SECTIONS, options.only.split(","), about)
 
 
 def histories(lengths: Sequence[int], first: int = START, seed: int = 0) -> Histories:
@@ -327,7 +314,7 @@ async def load(port: int, clients: int, requests: int, now: int, users: int) -> 
     }
 
 
-SECTIONS: dict[str, Callable[[Path], tuple[str, list[Aim], Any]]] = {
+SECTIONS: dict[str, harness.Section] = {
     "refresh": refresh,
     "recommend": recommend,
     "service": service,

@@ -6,9 +6,7 @@ Exit code 1 if a figure that must be reached is missed.
 """
 
 import argparse
-import shutil
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -57,19 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="breakdown,negatives,scaling,memory")
     wanted = parser.parse_args(arguments).only.split(",")
     torch.set_num_threads(1)
-    scratch = Path(tempfile.mkdtemp(prefix="training-benchmark-"))
-    text, aims, raw = [f"`python -m benchmarks.training`, float32, one thread a process. {harness.machine()}."], [], {}
-    try:
-        for name in wanted:
-            part, part_aims, raw[name] = SECTIONS[name](scratch)
-            print(part, flush=True)
-            text.append(part)
-            aims += part_aims
-    finally:
-        shutil.rmtree(scratch)
-    text.append("\n".join(f"* {aim}" for aim in aims))
-    harness.publish("training", "Training", "\n\n".join(text), raw)
-    return harness.conclude(aims)
+    return harness.run_sections("training", SECTIONS, wanted, "One thread a process.")
 
 
 def dataset(scratch: Path, name: str, config: SyntheticConfig) -> str:
@@ -357,7 +343,7 @@ def make_trainer(run_dir: Path, settings: list[str]) -> Any:
     return Trainer(load_config(None, settings), RunDirectory(run_dir), world)
 
 
-SECTIONS: dict[str, Callable[[Path], tuple[str, list[Aim], Any]]] = {
+SECTIONS: dict[str, harness.Section] = {
     "breakdown": breakdown,
     "negatives": negatives,
     "scaling": scaling,

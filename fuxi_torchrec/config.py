@@ -6,7 +6,6 @@
 Sections are frozen dataclasses; ``help`` in a field's metadata is the comment shown beside it.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any, Literal
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
 from fuxi_torchrec.modules.config import FuXiLinearConfig
-from fuxi_torchrec.strict_yaml import ConfigError
 
 
 def _key(default: Any, help: str, operational: bool = False) -> Any:
@@ -328,16 +326,7 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a configuration, every default included."""
-    parser = argparse.ArgumentParser(prog="python -m fuxi_torchrec.config", description=main.__doc__)
-    parser.add_argument("settings", nargs="*", metavar="FILE | key=value", help="a YAML file, then overrides")
-    settings = parser.parse_args(arguments).settings
-    path = settings.pop(0) if settings and "=" not in settings[0] else None
-    try:
-        print(strict_yaml.dump(load_config(path, settings)), end="")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return strict_yaml.print_main(Config, "python -m fuxi_torchrec.config", arguments)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ YAML is read by version 1.2's rules for plain values, which is what people expec
 ``12:30`` are strings.
 """
 
+import argparse
 import dataclasses
 import difflib
 import json
 import math
 import re
+import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -74,6 +76,20 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def print_main(schema: type[Any], program: str, arguments: Sequence[str] | None = None) -> int:
+    """The command line of a program that prints a configuration, every default included; the exit code."""
+    parser = argparse.ArgumentParser(prog=program, description="Print a configuration, every default included.")
+    parser.add_argument("settings", nargs="*", metavar="FILE | key=value", help="a YAML file, then overrides")
+    settings = parser.parse_args(arguments).settings
+    path = settings.pop(0) if settings and "=" not in settings[0] else None
+    try:
+        sys.stdout.write(dump(load(schema, path, settings)))
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
 
 
 class _Loader(yaml.SafeLoader):

@@ -13,9 +13,11 @@ import yaml
 from torchx.runner import get_runner
 
 from fuxi_torchrec.serving.bundle import Bundle
-from pipelines import daily, daily_config, synthesize
-from pipelines.daily_jobs import MARK, TorchXJobs
-from pipelines.daily_state import Day
+from pipelines import synthesize
+from pipelines.daily import config as daily_config
+from pipelines.daily.jobs import MARK, TorchXJobs
+from pipelines.daily.loop import FAILED, Daily
+from pipelines.daily.state import DailyError, Day
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -137,7 +139,7 @@ def check_three_days(pipeline):
     # run again: the job that went on by itself is waited for, not started twice; then comes a broken log
     (pipeline.directory / "log" / "part-3.parquet").write_text("no Parquet")
     code, said = pipeline.run()
-    assert code == daily.FAILED, said
+    assert code == FAILED, said
     assert pipeline.day("2")["stages"]["train"]["attempts"] == 1, said
     assert pipeline.published() == "2" and pipeline.day("2")["status"] == "published"
     assert "day 3: prepare failed" in said and f"{pipeline.directory}/log/part-3.parquet: not a readable" in said
@@ -173,7 +175,7 @@ def requests(scheduler, options, tmp_path):
     config = daily_config.load(None, [*settings, "jobs.environment={EXTRA: yes please}", f"root={tmp_path}"])
     with get_runner() as runner:
         jobs = TorchXJobs(runner, scheduler, config.jobs, Path("/shared/daily"))
-        made = daily.Daily(config, jobs)
+        made = Daily(config, jobs)
         (tmp_path / "releases" / "5").mkdir(parents=True)
         release = {"day": "5", "trained": "5", "metrics": {}, "previous": None, "at": ""}
         (tmp_path / "releases" / "5" / "release.json").write_text(json.dumps(release))
@@ -211,5 +213,5 @@ def test_a_dry_run_for_kubernetes_shows_complete_jobs(tmp_path):
 
 
 def test_an_option_that_the_scheduler_does_not_have_is_named(tmp_path):
-    with pytest.raises(daily.DailyError, match=r"slurm has no option partitoin; it has .*partition"):
+    with pytest.raises(DailyError, match=r"slurm has no option partitoin; it has .*partition"):
         requests("slurm", "{partitoin: debug}", tmp_path)

@@ -25,11 +25,13 @@ SIDE = ["tables.sides.action.pooling=sum", "tables.sides.action.sharding=row_wis
 
 def export(run_dir, output, load_options=None, **options):
     from fuxi_torchrec.retrieval import export as exporting
+    from fuxi_torchrec.retrieval import export_users as users
+    from fuxi_torchrec.retrieval.export_job import ExportOptions
 
     run = small.load(run_dir, **(load_options or {}))
     options = {"state_min_events": 10, "programs": False, **options}
-    exporting._TOKENS, exporting._PART_USERS = 200, 9  # several parts a process
-    return exporting.export(run, output, exporting.ExportOptions(**options)).users
+    users._TOKENS, users._PART_USERS = 200, 9  # several parts a process
+    return exporting.export(run, output, ExportOptions(**options)).users
 
 
 @pytest.fixture(scope="module")
@@ -259,17 +261,17 @@ def test_a_failure_on_one_process_leaves_nothing(workers, trained, tmp_path):
 def failing_export(run_dir, output):
     import torch.distributed as dist
 
-    from fuxi_torchrec.retrieval import export as exporting
+    from fuxi_torchrec.retrieval import export_users as users
 
     def broken(*_):
         raise OSError("disk on fire")
 
-    before = exporting.write_users
-    exporting.write_users = broken if dist.get_rank() == 1 else before
+    before = users.write_users
+    users.write_users = broken if dist.get_rank() == 1 else before
     try:
         export(run_dir, output)
     finally:
-        exporting.write_users = before
+        users.write_users = before
 
 
 def test_the_program_runs_under_torchrun(trained, tmp_path):

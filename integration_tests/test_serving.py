@@ -1,7 +1,6 @@
 """Serving for real: a process that answers HTTP, clients, crashes, a tool that tries to break it."""
 
 import contextlib
-import importlib.util
 import os
 import re
 import signal
@@ -124,7 +123,6 @@ def test_a_token_and_one_service_at_a_time(export, tmp_path):
         assert second.returncode == 1 and "another process is appending" in second.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="schemathesis is not installed")
 def test_schemathesis_finds_nothing(export, tmp_path):
     (tmp_path / "token").write_text("sesame\n")
     tool = Path(sys.executable).with_name("schemathesis")

@@ -8,12 +8,13 @@ Writes RUN/eval-SPLIT.json and prints a table.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fuxi_torchrec.distributed import failing_together, process_group
+from fuxi_torchrec.distributed import World, failing_together, process_group
 from fuxi_torchrec.logging import get_logger, setup_logging
 
 
@@ -30,6 +31,17 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         help="take a dataset of another fingerprint; its items are found by their raw ids, unknown ones counted",
     )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+
+
+@contextmanager
+def group_of(run_dir: Path) -> Iterator[World]:
+    """The processes that work on a trained run, with the device and the timeouts of its configuration."""
+    from fuxi_torchrec.training.run_directory import RunDirectory
+
+    distributed = RunDirectory(run_dir).read_config().distributed
+    device = None if distributed.device == "auto" else distributed.device
+    with process_group(distributed.timeout_seconds, device) as world:
+        yield world
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,14 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, on as many processes as torchrun has started."""
     options = parser().parse_args(arguments)
     setup_logging(options.log_level)
-    from fuxi_torchrec.training.run_directory import RunDirectory
-
-    distributed = RunDirectory(options.run_dir).read_config().distributed
-    device = None if distributed.device == "auto" else distributed.device
-    with process_group(distributed.timeout_seconds, device) as world:
+    with group_of(options.run_dir) as world:
+        from fuxi_torchrec.durable import write_atomically
         from fuxi_torchrec.retrieval.evaluate import REQUEST_TIMES, as_text, evaluate
         from fuxi_torchrec.retrieval.loading import load
-        from fuxi_torchrec.training.checkpoint import write_atomically
 
         run = load(options.run_dir, world, options.checkpoint, options.data, options.allow_other_data)
         times = (options.request_time,) if options.request_time else REQUEST_TIMES

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fuxi_torchrec.distributed import failing_together, process_group
+from fuxi_torchrec.distributed import failing_together
 from fuxi_torchrec.logging import get_logger, setup_logging
-from pipelines.evaluate import add_run_options
+from pipelines.evaluate import add_run_options, group_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,12 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Export, on as many processes as torchrun has started."""
     options = parser().parse_args(arguments)
     setup_logging(options.log_level)
-    from fuxi_torchrec.training.run_directory import RunDirectory
-
-    distributed = RunDirectory(options.run_dir).read_config().distributed
-    device = None if distributed.device == "auto" else distributed.device
-    with process_group(distributed.timeout_seconds, device) as world:
-        from fuxi_torchrec.retrieval.export import ExportOptions, check_output, export
+    with group_of(options.run_dir) as world:
+        from fuxi_torchrec.retrieval.export import check_output, export
+        from fuxi_torchrec.retrieval.export_job import ExportOptions
         from fuxi_torchrec.retrieval.loading import load
 
         with failing_together("looking at the output"):  # before the checkpoint is read

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fuxi_torchrec.logging import setup_logging
-from fuxi_torchrec.serving.recommender import Answer, Recommender
+from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.requests import Answer
 from fuxi_torchrec.serving.times import parse_time, show_time
 
 

@@ -18,7 +18,8 @@ from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.serving.bundle import Bundle
 from fuxi_torchrec.serving.new_events import LogColumns
-from fuxi_torchrec.serving.refresh import Summary, refresh
+from fuxi_torchrec.serving.refresh import refresh
+from fuxi_torchrec.serving.refresh_summary import Summary
 from fuxi_torchrec.serving.times import parse_time
 
 

@@ -29,8 +29,8 @@ from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 from fuxi_torchrec.modules.state import EncoderState
 from fuxi_torchrec.training.checkpoint import BEST, LATEST, CheckpointError, Checkpoints, Info
 from fuxi_torchrec.training.model import SequenceModel
+from fuxi_torchrec.training.run_data import split_of
 from fuxi_torchrec.training.run_directory import ITEMS, KnownItems, RunDirectory
-from fuxi_torchrec.training.trainer import split_of
 from fuxi_torchrec.training.unshard import plain_name
 from fuxi_torchrec.training.validation import event_rows
 

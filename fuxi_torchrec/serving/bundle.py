@@ -14,8 +14,6 @@ programs/query.pt2, append.pt2   torch.export programs
 
 import dataclasses
 import json
-import os
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from fuxi_torchrec.durable import crc32_of, write_atomically
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 
@@ -178,23 +177,9 @@ def describe_file(path: Path) -> FileEntry:
     return FileEntry(path.stat().st_size, crc32_of(path))
 
 
-def crc32_of(path: Path) -> int:
-    """Of a file's contents."""
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            value = zlib.crc32(block, value)
-    return value
-
-
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """The commit of an export: all other files are there and on disk."""
-    aside = directory / f".{MANIFEST}.new"
-    with aside.open("w") as file:
-        file.write(manifest.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, directory / MANIFEST)
+    write_atomically(directory / MANIFEST, manifest.to_json())
 
 
 def scaled(vectors: Tensor, metric: str) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fuxi_torchrec.durable import crc32_of
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 from fuxi_torchrec.serving.bundle import (
@@ -28,7 +29,6 @@ from fuxi_torchrec.serving.bundle import (
     Bundle,
     Manifest,
     SideTable,
-    crc32_of,
     describe_file,
     scaled,
     write_manifest,

@@ -1,7 +1,6 @@
 """Parts of an export's users/ and histories/: read, changed, written."""
 
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from fuxi_torchrec.durable import sync
 from fuxi_torchrec.serving.bundle import ExportError, SideTable
 from fuxi_torchrec.serving.histories import Histories, Ints
 
@@ -142,15 +142,6 @@ def combined(column: pa.ChunkedArray) -> pa.Array:
     """One array; text as ``string``."""
     array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a directory's list of files, is on disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def part_name(folder: str, number: int, ending: str = "parquet") -> str:

@@ -19,9 +19,10 @@ from starlette.exceptions import HTTPException
 
 from fuxi_torchrec import __version__
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.serving import recommender as serving
+from fuxi_torchrec.serving import requests
 from fuxi_torchrec.serving.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.bundle import ExportError
+from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.times import NAMES, bounds, check_time, now
 
 logger = get_logger(__name__)
@@ -74,7 +75,7 @@ Int64 = Annotated[int, Field(ge=-_MOST, le=_MOST), BeforeValidator(_whole)]
 Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-def _sides(recommender: serving.Recommender) -> type[BaseModel]:
+def _sides(recommender: Recommender) -> type[BaseModel]:
     """Side features of an event, by name."""
     fields: dict[str, Any] = {}
     for side in recommender.manifest.sides:
@@ -102,7 +103,7 @@ def _problems(*codes: int) -> dict[int | str, dict[str, Any]]:
 class Metrics:
     """What Prometheus sees."""
 
-    def __init__(self, recommender: serving.Recommender) -> None:
+    def __init__(self, recommender: Recommender) -> None:
         self.registry = CollectorRegistry()
         named: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("fuxi_requests", "Requests", ["path", "status"], **named)
@@ -131,7 +132,7 @@ class Metrics:
             gauge.set_function(partial(_read, recommender, name))
 
 
-def _read(recommender: serving.Recommender, name: str) -> float:
+def _read(recommender: Recommender, name: str) -> float:
     return float(recommender.info()[name])
 
 
@@ -161,7 +162,7 @@ class Health(BaseModel):
     users: int
 
 
-def create_app(recommender: serving.Recommender, token: str | None = None, limits: Limits | None = None) -> FastAPI:
+def create_app(recommender: Recommender, token: str | None = None, limits: Limits | None = None) -> FastAPI:
     """The service around a Recommender, which it closes at the end.
 
     Args:
@@ -246,7 +247,7 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
         model_id: str
         export_as_of: int
 
-    asking: Batcher[serving.Request, serving.Answer] = Batcher(
+    asking: Batcher[requests.Request, requests.Answer] = Batcher(
         recommender.answer,
         "recommend",
         allowed.batch,
@@ -254,7 +255,7 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
         allowed.waiting,
         metrics.batch.labels("recommend").observe,
     )
-    telling: Batcher[list[serving.Event], serving.Appended] = Batcher(
+    telling: Batcher[list[requests.Event], requests.Appended] = Batcher(
         recommender.append_events,
         "append",
         allowed.batch,
@@ -290,7 +291,7 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
     @app.post("/recommend", response_model=Recommendations, **posts)
     async def recommend(body: Recommend) -> Response:
         when = body.time if body.time is not None else now(manifest.time_unit)
-        request = serving.Request(body.user_id, when, body.k, body.exclude_seen)
+        request = requests.Request(body.user_id, when, body.k, body.exclude_seen)
         recommender.check(request)
         answer = await asyncio.wrap_future(asking.submit(request))
         if not answer.known:
@@ -314,7 +315,7 @@ def create_app(recommender: serving.Recommender, token: str | None = None, limit
 
     @app.post("/append", **posts)
     async def append(body: Append) -> Appended:
-        events = [serving.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides)) for e in body.events]
+        events = [requests.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides)) for e in body.events]
         recommender.check_events(events)
         done = await asyncio.wrap_future(telling.submit(events))
         metrics.events.labels("accepted").inc(done.accepted)

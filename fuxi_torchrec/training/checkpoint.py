@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import shutil
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from fuxi_torchrec import __version__
 from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.distributed import World, failing_together
+from fuxi_torchrec.durable import crc32_of, write_atomically
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import clipped
 from fuxi_torchrec.logging import get_logger
@@ -184,7 +184,7 @@ class Checkpoints:
         with failing_together("reading a checkpoint back", group):
             for path in sorted(partial.iterdir()):
                 if path.name.startswith(f"__{self.world.rank}_") or (self.world.rank == 0 and path.name == ".metadata"):
-                    own[path.name] = (path.stat().st_size, _crc(path))
+                    own[path.name] = (path.stat().st_size, crc32_of(path))
         everyone: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.world.size)]
         dist.all_gather_object(everyone, own, group)
         return {name: value for part in everyone for name, value in part.items()}
@@ -264,16 +264,6 @@ def step_name(step: int) -> str:
     return f"step-{step:09d}"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
 def _read_info(path: Path) -> Info:
     where = path / INFO
     if not where.exists():
@@ -296,16 +286,8 @@ def _check_file(path: Path, name: str, size: int, crc: int) -> None:
         raise CheckpointError(f"{file} is missing: {_DAMAGED}")
     if file.stat().st_size != size:
         raise CheckpointError(f"{file} has {file.stat().st_size} bytes where {size} were written: {_DAMAGED}")
-    if _crc(file) != crc:
+    if crc32_of(file) != crc:
         raise CheckpointError(f"{file} has another checksum than when it was written: {_DAMAGED}")
-
-
-def _crc(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            value = zlib.crc32(block, value)
-    return value
 
 
 def _cause(error: BaseException) -> str:

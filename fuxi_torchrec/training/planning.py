@@ -16,7 +16,7 @@ from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, ITEM_TABLE, Table, Tab
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.training.loss import LOGITS
 from fuxi_torchrec.training.model import SequenceModel
-from fuxi_torchrec.training.trainer import DEFAULT_TOKENS
+from fuxi_torchrec.training.run_data import DEFAULT_TOKENS
 
 GB = 10**9
 FLOAT, INT = 4, 8

@@ -17,8 +17,8 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.config import Config, differences, load_config
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.vocabulary import Vocabulary
+from fuxi_torchrec.durable import write_atomically
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint import write_atomically
 
 logger = get_logger(__name__)
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,113 +16,35 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec import strict_yaml
-from fuxi_torchrec.config import Config, DataConfig
-from fuxi_torchrec.data.batches import BatchMaker, Items
-from fuxi_torchrec.data.dataset import Dataset
-from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.loader import Loader
-from fuxi_torchrec.data.reader import Reader
-from fuxi_torchrec.data.schedule import Plan, Position
-from fuxi_torchrec.data.splits import ByTime, LeaveOneOut, Split
+from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.data.vocabulary import Vocabulary
 from fuxi_torchrec.distributed import World, failing_together
+from fuxi_torchrec.durable import write_atomically
 from fuxi_torchrec.embeddings.pipeline import ShardedModel, make_pipeline
 from fuxi_torchrec.embeddings.sharding import check_shardable, describe, initialise, plan_to_json, shard
-from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint import (
     LATEST,
     About,
     CheckpointError,
     Checkpoints,
-    Identity,
     Progress,
     state_of,
-    write_atomically,
 )
 from fuxi_torchrec.training.feed import Feed, Step, StepMaker
 from fuxi_torchrec.training.interruption import StopRequest, Watchdog
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
-from fuxi_torchrec.training.progress import ProgressLine
-from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, SUMMARY, KnownItems, RunDirectory, RunError
+from fuxi_torchrec.training.run_data import RunData, plan_of
+from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, SUMMARY, RunDirectory
 from fuxi_torchrec.training.saving import Saver
+from fuxi_torchrec.training.start_from import TrainingError, agreed, start_from
 from fuxi_torchrec.training.validation import sample_users, validate
+from fuxi_torchrec.training.watch import Watch, peak_memory_mb
 
 logger = get_logger(__name__)
-
-DEFAULT_TOKENS = 16384
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on."""
-
-
-def split_of(config: DataConfig) -> Split:
-    """The split that a configuration asks for."""
-    if config.split == "by_time":
-        assert config.test_from is not None
-        return ByTime(config.test_from, config.valid_from)
-    return LeaveOneOut(config.fit_on_valid)
-
-
-def plan_of(config: Config) -> Plan:
-    """How a configuration makes batches."""
-    batch = config.batch
-    tokens = DEFAULT_TOKENS if batch.tokens is None and batch.users is None else batch.tokens
-    return Plan(batch.max_length, batch.cut, tokens, batch.users, batch.streams, batch.shuffle_blocks, config.seed)
-
-
-@dataclass(frozen=True)
-class RunData:
-    """A dataset as a run sees it."""
-
-    dataset: Dataset
-    maker: BatchMaker
-    items: KnownItems
-    tables: Tables
-
-    @staticmethod
-    def open(config: Config, directory: RunDirectory) -> "RunData":
-        """Read what training needs to know of its dataset; the known items from the run directory if it has them."""
-        if not config.data.path:
-            raise DataError("data.path is not set: name the directory of a prepared dataset, data.path=DIR")
-        dataset = Dataset.open(config.data.path)
-        if dataset.info.time_unit != config.data.time_unit:
-            raise DataError(
-                f"{dataset.path}: times are in {dataset.info.time_unit}, the config says data.time_unit = "
-                f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
-            )
-        tables = tables_for(config.tables, config.model.dim, dataset.info)
-        reader = Reader(dataset, [table.feature for table in tables.sides], config.data.on_bad_rows)
-        split = split_of(config.data)
-        everything = np.arange(dataset.info.items + 1) > 0
-        if directory.has_items():
-            items = directory.read_items()
-            if len(items.known) != dataset.info.items + 1:
-                raise RunError(
-                    f"{directory.path}: the run knows a vocabulary of {len(items.known) - 1} items, {dataset.path} has "
-                    f"{dataset.info.items}: take another --run-dir, and --init-from this one to start from its weights"
-                )
-        else:
-            counts = BatchMaker(reader, split, Items(everything)).item_counts()
-            items = KnownItems(everything & (counts >= config.data.min_item_events), counts)
-        if not items.known.any():
-            raise DataError(
-                f"{dataset.path}: no item has {config.data.min_item_events} training events: nothing to train on"
-            )
-        maker = BatchMaker(reader, split, Items(items.known, config.data.oov_rate, config.seed))
-        return RunData(dataset, maker, items, tables)
-
-    def identity(self, config: Config) -> Identity:
-        """What a checkpoint of this run belongs to."""
-        return Identity(
-            self.dataset.info.fingerprint,
-            self.items.fingerprint,
-            self.dataset.info.time_unit,
-            self.dataset.info.items,
-            str(config.model.fingerprint()),
-        )
 
 
 def check_device(config: Config, world: World) -> None:
@@ -204,11 +125,11 @@ class Trainer:
         return sharded, plan
 
     def _restore(self, init_from: Path | None) -> Progress:
-        latest = self._agreed(self.checkpoints.find(LATEST))
+        latest = agreed(self.checkpoints.find(LATEST))
         planned = self._planned_steps()
         if latest is None:
             if init_from is not None:
-                self._start_from(init_from)
+                start_from(init_from, self.model, self.identity, self.data.dataset, self.world)
             self._forget_metrics_after(0)
             return Progress(total_steps=planned)
         info = self.checkpoints.read_info(latest)
@@ -225,51 +146,6 @@ class Trainer:
             if self.world.rank == 0:
                 self.directory.forget_metrics_after(step)
 
-    def _start_from(self, other: Path) -> None:
-        """Another run's weights over this run's vocabulary, which may have more items."""
-        checkpoints = Checkpoints(RunDirectory(other).checkpoints, 1, self.world)
-        path = self._agreed(checkpoints.find("best") or checkpoints.find(LATEST))
-        if path is None:
-            raise TrainingError(f"--init-from {other}: no complete checkpoint there")
-        info = checkpoints.read_info(path)
-        with failing_together(f"comparing {other} with this run"):
-            found, own = info.identity, self.identity
-            if found.time_unit != own.time_unit:
-                raise TrainingError(
-                    f"--init-from {other}: its times are in {found.time_unit}, this run's in {own.time_unit}"
-                )
-            if found.encoder != own.encoder:
-                raise TrainingError(f"--init-from {other}: its encoder has another configuration")
-            if found.items > own.items:
-                raise TrainingError(
-                    f"--init-from {other}: it has {found.items} items and this run {own.items}: prepare the dataset "
-                    "with --extend, so that old items keep their indices"
-                )
-            self._check_same_items(other, found.items)
-        checkpoints.load(path, self.model, None, rows=found.items + 1)
-        logger.info(
-            "started from %s: %d items' rows taken over, %d new ones initialised",
-            path,
-            found.items,
-            own.items - found.items,
-        )
-
-    def _check_same_items(self, other: Path, items: int) -> None:
-        """The raw ids of the first indices must be the same."""
-        theirs = Vocabulary.read(str(other / "items.parquet")).ids
-        ours = Vocabulary.of(self.data.dataset).ids
-        if not ours[:items].equals(theirs.cast(ours.type)):
-            raise TrainingError(
-                f"--init-from {other}: its items have other indices than this dataset's: prepare the dataset with "
-                "--extend over that run's"
-            )
-
-    def _agreed(self, path: Path | None) -> Path | None:
-        """What process 0 sees: shared file systems may show others an older state."""
-        seen: list[Path | None] = [path]
-        dist.broadcast_object_list(seen, 0)
-        return seen[0]
-
     def _planned_steps(self) -> int:
         steps = self.loader.steps(0) * self.config.train.epochs
         return steps if self.config.train.max_steps is None else min(steps, self.config.train.max_steps)
@@ -285,7 +161,7 @@ class Trainer:
         feed = Feed(self._steps(), self.data.tables.needs_equal_bags)
         pipeline = make_pipeline(config.train.pipeline, self.model, self.optimizer, self.world.device)
         self.optimizer.current = lambda: feed.waiting[0]
-        watch = _Watch(self)
+        watch = Watch(config, self.directory, self.world, self.progress)
         self.model.train()
         logger.info(
             "%d users, %d known items, about %d steps an epoch, busiest process %.2f times the mean",
@@ -302,7 +178,7 @@ class Trainer:
         watch.close()
         return self._summary(time.monotonic() - began, events)
 
-    def _loop(self, pipeline: Any, feed: Feed, watch: "_Watch", watchdog: Watchdog) -> int:
+    def _loop(self, pipeline: Any, feed: Feed, watch: Watch, watchdog: Watchdog) -> int:
         """Steps, validations and saves, until the end or until asked to stop; the events trained."""
         events, stopped, every = 0, False, self.config.checkpoint.every_steps
         while not stopped:
@@ -312,7 +188,7 @@ class Trainer:
                 break
             events += done.events
             self.progress = dataclasses.replace(self.progress, step=self.progress.step + 1, position=done.position)
-            watch.step(done.loss, done.events)
+            watch.step(self.progress, done.loss, done.events, self.optimizer.share, self.optimizer.norm)
             if done.save_failed:
                 self.saver.wait()  # raises why
             if done.asked_to_stop:
@@ -429,7 +305,7 @@ class Trainer:
         period = max(1, round((self.config.validation.every_epochs or 1) * self.loader.steps(0)))
         return self.progress.step % period == 0
 
-    def _validate(self, watch: "_Watch") -> tuple[bool, bool]:
+    def _validate(self, watch: Watch) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
         metrics = self.validate()
@@ -443,7 +319,7 @@ class Trainer:
         else:
             since = self.progress.validations_since_best + 1
             self.progress = dataclasses.replace(self.progress, validations_since_best=since)
-        watch.validated(metrics)
+        watch.validated(self.progress.step, metrics)
         if best:
             self.save(metrics, best=True)
         stop = wanted.patience is not None and self.progress.validations_since_best >= wanted.patience
@@ -505,92 +381,9 @@ class _Done:
     save_failed: bool
 
 
-class _Watch:
-    """What is said and written while training runs, on process 0."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.active = trainer.world.rank == 0
-        self._line = ProgressLine(trainer.progress.total_steps) if self.active else None
-        self._board: Any = None
-        if self.active and trainer.config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(trainer.directory.tensorboard), purge_step=trainer.progress.step + 1)
-        self._events, self._since = 0, time.monotonic()
-
-    def step(self, loss: float, events: int) -> None:
-        """A step was trained."""
-        self._events += events
-        trainer = self.trainer
-        number = trainer.progress.step
-        if number % trainer.config.logging.every_steps:
-            return
-        with failing_together("writing metrics"):
-            if self.active:
-                self._log_step(number, loss)
-
-    def _log_step(self, number: int, loss: float) -> None:
-        trainer = self.trainer
-        now = time.monotonic()
-        speed = self._events / max(1e-9, now - self._since)
-        self._events, self._since = 0, now
-        entry: dict[str, Any] = {
-            "step": number,
-            "loss": loss,
-            "epoch": trainer.progress.position.epoch,
-            "lr": trainer.config.optimizer.lr * trainer.optimizer.share,
-            "events_per_second": round(speed),
-            "memory_mb": peak_memory_mb(trainer.world.device),
-        }
-        if trainer.optimizer.norm is not None:
-            entry["gradient_norm"] = trainer.optimizer.norm
-        trainer.directory.log(entry)
-        self._draw("train", entry, number)
-        assert self._line is not None
-        self._line.show(number, loss, speed, entry["memory_mb"], trainer.progress.position.epoch)
-
-    def validated(self, metrics: dict[str, float]) -> None:
-        """The validation targets were ranked."""
-        self._since = time.monotonic()  # not training time
-        self._events = 0
-        number = self.trainer.progress.step
-        with failing_together("writing metrics"):
-            if self.active:
-                self.trainer.directory.log({"step": number, "validation": metrics})
-                self._draw("validation", metrics, number)
-        shown = ("hr@10", "ndcg@10", "hr@50", "mrr")
-        logger.info(
-            "step %d: validation %s, %d users",
-            number,
-            ", ".join(f"{name} {metrics[name]:.4f}" for name in shown),
-            metrics["users"],
-        )
-
-    def close(self) -> None:
-        """At the end."""
-        if self._line is not None:
-            self._line.close()
-        if self._board is not None:
-            self._board.close()
-
-    def _draw(self, group: str, values: dict[str, Any], step: int) -> None:
-        if self._board is not None:
-            for name, value in values.items():
-                if name not in ("step", "epoch"):
-                    self._board.add_scalar(f"{group}/{name.replace('@', '_at_')}", value, step)
-
-
 @contextmanager
 def _detached(pipeline: Any) -> Iterator[None]:
     """The model without what a pipeline put around its lookups; the pipeline's next step puts it back."""
     if hasattr(pipeline, "detach"):
         pipeline.detach()
     yield
-
-
-def peak_memory_mb(device: torch.device) -> int:
-    """Most memory this process has held."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) // 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10

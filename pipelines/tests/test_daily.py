@@ -10,11 +10,17 @@ import threading
 import pytest
 
 from fuxi_torchrec.strict_yaml import ConfigError
-from pipelines import daily, daily_config, daily_jobs, daily_state
-from pipelines.daily import Daily, StageError, judge
-from pipelines.daily_config import GateConfig, LogsConfig
-from pipelines.daily_jobs import Ended, Job
-from pipelines.daily_state import DailyError, Layout, Release, Releases, State
+from pipelines.daily import config as daily_config
+from pipelines.daily import jobs as daily_jobs
+from pipelines.daily import state as daily_state
+from pipelines.daily.__main__ import check_training, main
+from pipelines.daily.config import GateConfig, LogsConfig
+from pipelines.daily.gate import judge
+from pipelines.daily.jobs import Ended, Job
+from pipelines.daily.logs import Logs
+from pipelines.daily.loop import FAILED, REJECTED, Daily
+from pipelines.daily.state import DailyError, Layout, Release, Releases, StageError, State
+from pipelines.daily.status import dry_run, status
 
 
 class KilledError(BaseException):
@@ -228,7 +234,7 @@ def test_training_that_was_asked_to_leave_is_launched_again(pipeline):
     assert run(made) == 0
     assert made.state.days["0"].stages["train"].attempts == 3
     jobs = FakeJobs({"1": 0.1}, asked_to_leave=9)
-    assert run(pipeline(jobs, 2)) == daily.FAILED
+    assert run(pipeline(jobs, 2)) == FAILED
     assert jobs.submitted.count(("train", "1")) == 4, "jobs.relaunches bounds it"
 
 
@@ -239,7 +245,7 @@ def test_without_the_state_file_published_days_are_known_and_a_day_on_its_way_is
     pipeline(jobs, 2).state.path.unlink()
     made = pipeline(jobs, 2)
     assert made.pending() == ["1"] and made.state.days["0"].status == "published"
-    assert run(made) == daily.FAILED and "--redo 1" in capsys.readouterr().err
+    assert run(made) == FAILED and "--redo 1" in capsys.readouterr().err
     made.forget("1")
     assert run(made) == 0
 
@@ -250,7 +256,7 @@ def test_without_the_state_file_published_days_are_known_and_a_day_on_its_way_is
 def test_a_day_with_broken_data_fails_and_the_published_one_stands(pipeline, capsys):
     jobs = FakeJobs({"0": 0.1, "1": 0.1, "2": 0.1}, broken=[("prepare", "1")])
     made = pipeline(jobs)
-    assert run(made) == daily.FAILED
+    assert run(made) == FAILED
     assert statuses(made) == {"0": "published", "1": "failed"}, "later days do not run over a failed one"
     said = capsys.readouterr().err
     assert "day 1: prepare failed: prepare says why" in said and "day 0 stays published" in said
@@ -263,7 +269,7 @@ def test_a_day_with_broken_data_fails_and_the_published_one_stands(pipeline, cap
 def test_a_skipped_day_is_left_out_of_later_datasets(pipeline):
     jobs = FakeJobs({"0": 0.1, "2": 0.1}, broken=[("prepare", "1")])
     made = pipeline(jobs)
-    assert run(made) == daily.FAILED
+    assert run(made) == FAILED
     made.skip("1")
     assert run(made) == 0
     assert made.releases.line() == ["2", "0"]
@@ -281,10 +287,10 @@ def test_a_day_without_new_events_fails(pipeline, tmp_path):
     (tmp_path / "logs" / "part-1.parquet").write_text("")
     jobs = FakeJobs({"1": 0.1})
     made = pipeline(jobs, 1)
-    assert run(made) == daily.FAILED
+    assert run(made) == FAILED
     assert "0 new events, fewer than logs.min_new_events = 1" in made.state.days["1"].reason
     assert jobs.submitted == [("prepare", "1")]
-    assert run(pipeline(jobs, 1)) == daily.FAILED, "it does not go on as if nothing were wrong"
+    assert run(pipeline(jobs, 1)) == FAILED, "it does not go on as if nothing were wrong"
     (tmp_path / "logs" / "part-1.parquet").write_text("event")
     made = pipeline(jobs, 1)
     made.forget("1")
@@ -294,10 +300,10 @@ def test_a_day_without_new_events_fails(pipeline, tmp_path):
 def test_a_worse_day_is_rejected_and_the_next_starts_from_the_published_one(pipeline):
     jobs = FakeJobs({"0": 0.1, "1": 0.05, "2": 0.1})
     made = pipeline(jobs, 2)
-    assert run(made) == daily.REJECTED
+    assert run(made) == REJECTED
     assert ("export", "1") not in jobs.submitted and made.releases.line() == ["0"]
     assert "0.0500, 0.1000 for day 0: -50.0%" in made.state.days["1"].reason
-    assert made.run_day("1") == daily.REJECTED, "asked again it says so"
+    assert made.run_day("1") == REJECTED, "asked again it says so"
     made = pipeline(jobs, 3)
     assert run(made) == 0
     assert statuses(made) == {"0": "published", "1": "rejected", "2": "published"}
@@ -314,14 +320,14 @@ def test_on_the_same_data_the_published_model_is_measured_anew(pipeline):
     assert given["--run-dir"].endswith("runs/0") and given["--data"].endswith("data/1")
     assert ("compare", "0") not in jobs.submitted
     jobs = FakeJobs({"2": 0.1, "compare": 0.2})
-    assert run(pipeline(jobs, 3, ["gate.against=same_data"])) == daily.REJECTED
+    assert run(pipeline(jobs, 3, ["gate.against=same_data"])) == REJECTED
 
 
 def test_a_day_without_a_log_or_before_the_published_one_is_refused(pipeline, capsys):
     made = pipeline(FakeJobs({"0": 0.1, "1": 0.1}), 2)
-    assert made.run(["9"]) == daily.FAILED and "no log at" in capsys.readouterr().err
+    assert made.run(["9"]) == FAILED and "no log at" in capsys.readouterr().err
     assert made.run(["1"]) == 0
-    assert made.run(["0"]) == daily.FAILED and "an older one does not replace it" in capsys.readouterr().err
+    assert made.run(["0"]) == FAILED and "an older one does not replace it" in capsys.readouterr().err
 
 
 def test_earlier_days_than_the_first_are_history(pipeline):
@@ -469,7 +475,7 @@ def test_a_day_begun_from_what_was_rolled_back_is_not_published(pipeline, capsys
         run(pipeline(jobs))
     made = pipeline(jobs)
     made.releases.roll_back(None)
-    assert run(made) == daily.FAILED
+    assert run(made) == FAILED
     assert "begun from 1, now 0 is published: --redo 2" in capsys.readouterr().err
     made.forget("2")
     assert made.run(["2"]) == 0
@@ -490,7 +496,7 @@ def test_a_rollback_during_the_last_stage_wins(pipeline, capsys):
             made.releases.roll_back(None)
 
     jobs.work = work
-    assert run(made) == daily.FAILED
+    assert run(made) == FAILED
     assert made.releases.current().day == "0" and "begun from 1, now 0" in capsys.readouterr().err
 
 
@@ -547,15 +553,15 @@ def test_a_lock_is_held_by_one(tmp_path):
 def test_days_are_found_in_files_directories_and_globs(tmp_path):
     for name in ("part-9.parquet", "part-10.parquet", "part-x.txt", "other.parquet"):
         (tmp_path / name).write_text("")
-    logs = daily.Logs(LogsConfig(path=f"{tmp_path}/part-{{day}}.parquet"))
+    logs = Logs(LogsConfig(path=f"{tmp_path}/part-{{day}}.parquet"))
     assert logs.days() == ["9", "10"]
     for name in ("2024-05-01/b.parquet", "2024-05-01/a.parquet", "2024-05-02/c.csv", "empty/note.txt"):
         (tmp_path / "days" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "days" / name).write_text("")
-    logs = daily.Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}"))
+    logs = Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}"))
     assert logs.days() == ["2024-05-01", "2024-05-02"]
     assert [each.name for each in logs.files("2024-05-01")] == ["a.parquet", "b.parquet"]
-    assert daily.Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}/*.csv")).days() == ["2024-05-02"]
+    assert Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}/*.csv")).days() == ["2024-05-02"]
     links = logs.link(["2024-05-01", "2024-05-02"], tmp_path / "links")
     assert [os.path.basename(each) for each in links.values()] == ["a.parquet", "b.parquet", "c.csv"]
     assert sorted(links) == list(links)
@@ -575,7 +581,7 @@ def test_the_status_says_what_was_done_and_what_is_published(pipeline, capsys):
     made = pipeline(jobs, 4)
     with pytest.raises(KilledError):
         run(made)
-    lines = daily.status(made.config).splitlines()
+    lines = status(made.config).splitlines()
     shown = ("day", "state", "from", "prepare", "train", "evaluate", "gate", "export", "publish", "ndcg@10")
     assert lines[0].split() == list(shown)
     assert lines[1].startswith("*  0") and lines[1].endswith("0.1000")
@@ -589,13 +595,13 @@ def test_the_command_line(pipeline, tmp_path, capsys):
     run(made)
     file = tmp_path / "daily.yaml"
     file.write_text(f"root: {made.layout.root}\nlogs:\n  path: {made.config.logs.path}\n")
-    assert daily.main(["--config", str(file), "--rollback"]) == 0
+    assert main(["--config", str(file), "--rollback"]) == 0
     assert "day 0 is published, day 1 is not any more" in capsys.readouterr().out
-    assert daily.main(["--config", str(file), "--status"]) == 0
+    assert main(["--config", str(file), "--status"]) == 0
     assert "rolled back" in capsys.readouterr().out
-    assert daily.main(["--config", str(file), "--rollback", "7"]) == 1
+    assert main(["--config", str(file), "--rollback", "7"]) == 1
     assert "day 7 was never published" in capsys.readouterr().err
-    assert daily.main(["--config", str(file), "--status", "gate.metrik=mrr"]) == 1
+    assert main(["--config", str(file), "--status", "gate.metrik=mrr"]) == 1
     assert "did you mean gate.metric?" in capsys.readouterr().err
 
 
@@ -604,12 +610,12 @@ def test_a_dry_run_shows_each_stage_and_runs_none(pipeline, tmp_path, capsys):
     run(made)
     made = pipeline(FakeJobs({}), 2)
     jobs = daily_jobs.TorchXJobs(None, "local_cwd", made.config.jobs, made.layout.root)
-    daily.dry_run(made, jobs, "1")
+    dry_run(made, jobs, "1")
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[-6:]] == [*STAGES[:3], "gate", "export", "publish"]
     assert lines[-5].startswith("train: torchx run dist.ddp -j 1x2 -m pipelines.train -- --config=configs/demo.yaml ")
     assert f"--init-from={made.layout.run('0')}" in lines[-5] and "1" not in State(made.layout.root).days
-    daily.dry_run(made, jobs, "0")
+    dry_run(made, jobs, "0")
     assert "--init-from" not in capsys.readouterr().out, "a day that is done, as it was"
 
 
@@ -617,10 +623,10 @@ def test_a_training_config_of_another_time_unit_is_refused(tmp_path):
     (tmp_path / "model.yaml").write_text("data:\n  time_unit: ms\n")
     config = daily_config.load(None, [f"train.config={tmp_path}/model.yaml"])
     with pytest.raises(DailyError, match=r"data.time_unit = ms, but logs.time_unit = s"):
-        daily.check_training(config, local=True)
+        check_training(config, local=True)
     with pytest.raises(ConfigError):
-        daily.check_training(daily_config.load(None, ["train.config=no.yaml"]), local=True)
-    daily.check_training(daily_config.load(None, ["train.config=no.yaml"]), local=False)
+        check_training(daily_config.load(None, ["train.config=no.yaml"]), local=True)
+    check_training(daily_config.load(None, ["train.config=no.yaml"]), local=False)
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------

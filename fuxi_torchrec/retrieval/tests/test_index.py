@@ -5,7 +5,6 @@ import pytest
 
 from fuxi_torchrec.retrieval import index as indices
 
-pytest.importorskip("faiss")
 DIM = 8
 
 

@@ -317,7 +317,7 @@ def test_a_log_of_other_ids_is_refused(tmp_path):
 def test_states_out_of_the_cache_are_made_again(tmp_path):
     _log, last = log_export(tmp_path)
     with Recommender.load(tmp_path / "x") as recommender:
-        recommender.cache_users = 2
+        recommender.users.cache_users = 2
         small = Recommender.recommend
         for round_ in range(3):
             for user in range(8):
@@ -380,12 +380,12 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path):
         assert sum(acknowledged.values()) >= 60
         for number, n in acknowledged.items():
             for user in (number, 100 + number):
-                times = [event.timestamp - last for event in recommender._recent[user].raw]
+                times = [event.timestamp - last for event in recommender.users.recent[user].raw]
                 assert times == list(range(1, len(times) + 1))
                 assert n <= len(times) <= n + 1
         recommender.append([1], [1001], [last + 10**6])
     with Recommender.load(tmp_path / "x") as recommender:  # the cut log goes on
-        assert recommender._recent[1].raw[-1].timestamp == last + 10**6
+        assert recommender.users.recent[1].raw[-1].timestamp == last + 10**6
 
 
 def test_damage_inside_the_log_is_not_passed_over(tmp_path):
@@ -429,9 +429,9 @@ def test_a_full_disk_takes_nothing(tmp_path, monkeypatch):
             recommender.append([1], [1002], [last])
         monkeypatch.undo()
         recommender.append([1], [1003], [last])
-        assert [event.item_id for event in recommender._recent[1].raw] == [1001, 1003]
+        assert [event.item_id for event in recommender.users.recent[1].raw] == [1001, 1003]
     with Recommender.load(tmp_path / "x") as recommender:
-        assert [event.item_id for event in recommender._recent[1].raw] == [1001, 1003]
+        assert [event.item_id for event in recommender.users.recent[1].raw] == [1001, 1003]
 
 
 # --- damaged exports -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ def mixed_operations(tmp_path, operations, every, threads=8, users=24):
     export_of(tmp_path / "x", random_log(np.random.default_rng(0), demo, range(users), 30), range(users), demo)
     last = Bundle.open(tmp_path / "x").manifest.as_of
     recommender = Recommender.load(tmp_path / "x")
-    recommender.cache_users = users - 4
+    recommender.users.cache_users = users - 4
     clock, clock_lock = [last], threading.Lock()
     told, answers, failures = [[] for _ in range(threads)], [[] for _ in range(threads)], []
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines import components
-from pipelines.daily_config import JobsConfig
-from pipelines.daily_state import DailyError, is_locked
+from pipelines.daily.config import JobsConfig
+from pipelines.daily.state import DailyError, is_locked
 
 # Every process of a job has it, so that a job is found again even if nobody noted its handle.
 MARK = "FUXI_DAILY_JOB"

@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from fuxi_torchrec.durable import sync, write_atomically
+
 VERSION = 1
 STATE, LOCK, POINTER_LOCK, PUBLISHED, RELEASE = "state.json", ".lock", ".pointer.lock", "published", "release.json"
 ROLLED_BACK = "rolled_back"  # beside release.json: when the pointer left the day for another
@@ -35,28 +37,13 @@ class DailyError(RuntimeError):
     """The pipeline cannot do what it was asked to; the message says what to do."""
 
 
+class StageError(DailyError):
+    """A stage that did not give what it should."""
+
+
 def now() -> str:
     """The time as it is written down."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """All of it or nothing, also if the machine stops."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    _sync(path.parent)
-
-
-def _sync(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @contextlib.contextmanager
@@ -357,11 +344,11 @@ class Releases:
         (aside / "data").symlink_to(f"../../data/{release.trained}")
         write_atomically(aside / RELEASE, json.dumps(dataclasses.asdict(release), indent=1) + "\n")
         os.rename(aside, place)
-        _sync(self.directory)
+        sync(self.directory)
 
     def _point_to(self, day: str) -> None:
         aside = self.pointer.with_name(f".{PUBLISHED}.new")
         aside.unlink(missing_ok=True)
         aside.symlink_to(f"releases/{day}")
         os.replace(aside, self.pointer)
-        _sync(self.layout.root)
+        sync(self.layout.root)

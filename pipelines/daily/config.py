@@ -1,17 +1,15 @@
 """Every key of the daily pipeline's configuration.
 
-python -m pipelines.daily_config                      # all keys with their defaults
-python -m pipelines.daily_config FILE key=value ...   # the same, resolved
+python -m pipelines.daily.config                      # all keys with their defaults
+python -m pipelines.daily.config FILE key=value ...   # the same, resolved
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fuxi_torchrec import strict_yaml
-from fuxi_torchrec.strict_yaml import ConfigError
 from pipelines.components import IMAGE
 
 DAY = "{day}"
@@ -150,16 +148,7 @@ def load(path: str | None = None, overrides: Sequence[str] = ()) -> DailyConfig:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a configuration, every default included."""
-    parser = argparse.ArgumentParser(prog="python -m pipelines.daily_config", description=main.__doc__)
-    parser.add_argument("settings", nargs="*", metavar="FILE | key=value", help="a YAML file, then overrides")
-    settings = parser.parse_args(arguments).settings
-    path = settings.pop(0) if settings and "=" not in settings[0] else None
-    try:
-        print(strict_yaml.dump(load(path, settings)), end="")
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
+    return strict_yaml.print_main(DailyConfig, "python -m pipelines.daily.config", arguments)
 
 
 if __name__ == "__main__":

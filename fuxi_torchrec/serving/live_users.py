@@ -1,0 +1,239 @@
+"""Users as they are now: what the export has of them, what they did since, and states of the latest in memory."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fuxi_torchrec.modules.state import EncoderState
+from fuxi_torchrec.serving.bundle import SideTable
+from fuxi_torchrec.serving.encoding import UserModel
+from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.serving.requests import Event, UserId
+from fuxi_torchrec.serving.stored import StoredUsers
+
+
+class _Recent:
+    """What a user did since the export; only ever grows."""
+
+    def __init__(self) -> None:
+        self.raw: list[Event] = []
+        self.items: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def add(self, event: Event, item: int) -> None:
+        self.raw.append(event)
+        self.items.append(item)
+
+
+@dataclass
+class _Cached:
+    """A user's state after so many of the recent events."""
+
+    state: EncoderState
+    applied: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What is known of a user at a moment: enough to compute outside the lock."""
+
+    user_id: UserId
+    generation: int
+    stored: int | None
+    recent: _Recent | None
+    count: int
+    cached: EncoderState | None
+    applied: int
+
+
+class LiveUsers:
+    """Users, their events since the export and their states.
+
+    Methods marked as needing the lock are called while :attr:`lock` is held; the others take it themselves.
+
+    Args:
+        model: encodes.
+        stored: the export's users.
+        sides: the side features of an event.
+        side_values: index of every text, for side features of text.
+        cache_users: states kept in memory.
+    """
+
+    def __init__(
+        self,
+        model: UserModel,
+        stored: StoredUsers,
+        sides: Sequence[SideTable],
+        side_values: dict[str, dict[str, int]],
+        cache_users: int,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.stored, self.cache_users = stored, cache_users
+        self.recent: dict[UserId, _Recent] = {}
+        self.forgotten: dict[UserId, int] = {}  # user to how often
+        self._model, self._sides, self._side_values = model, sides, side_values
+        self._cache: OrderedDict[UserId, _Cached] = OrderedDict()
+
+    @property
+    def cached(self) -> int:
+        """How many states are in memory."""
+        return len(self._cache)
+
+    def stored_row(self, user: UserId) -> int | None:
+        """A user's row in the export, unless there is none or it was forgotten; needs the lock."""
+        return None if user in self.forgotten else self.stored.row.get(user)
+
+    def is_known(self, user: UserId) -> bool:
+        """Whether there is anything about a user; needs the lock."""
+        return self.stored_row(user) is not None or user in self.recent
+
+    def last_time(self, user: UserId) -> int:
+        """Of a user's last event, 0 if there is none; needs the lock."""
+        recent = self.recent.get(user)
+        if recent is not None:
+            return recent.raw[-1].timestamp
+        row = self.stored_row(user)
+        return int(self.stored.last_time[row]) if row is not None and self.stored.events[row] else 0
+
+    def accepted(self, events: Sequence[Event]) -> list[bool]:
+        """Which events are not older than their user's last one; needs the lock."""
+        last: dict[UserId, int] = {}
+        accepted = []
+        for event in events:
+            if event.user_id not in last:
+                last[event.user_id] = self.last_time(event.user_id)
+            accepted.append(event.timestamp >= last[event.user_id])
+            last[event.user_id] = max(last[event.user_id], event.timestamp)
+        return accepted
+
+    def add(self, event: Event, item: int) -> None:
+        """An accepted event; needs the lock."""
+        self.recent.setdefault(event.user_id, _Recent()).add(event, item)
+
+    def waiting(self, user: UserId) -> int:
+        """Events of a user that no state in memory has; needs the lock."""
+        cached = self._cache.get(user)
+        return len(self.recent[user]) - (cached.applied if cached is not None else 0)
+
+    def forget(self, user: UserId) -> None:
+        """From now on the user is unknown; needs the lock."""
+        self.forgotten[user] = self.forgotten.get(user, 0) + 1
+        self.recent.pop(user, None)
+        self._cache.pop(user, None)
+
+    def is_stored(self, event: Event) -> bool:
+        """Whether the export has an event, or later ones of its user; needs the lock."""
+        row = self.stored_row(event.user_id)
+        return row is not None and self.stored.events[row] > 0 and bool(event.timestamp <= self.stored.last_time[row])
+
+    def forget_less(self) -> None:
+        """Keep of the forgotten users only those that the export has, counted once; needs the lock."""
+        self.forgotten = {user: 1 for user in self.forgotten if user in self.stored.row}
+
+    def snapshots(self, users: Sequence[UserId]) -> list[Snapshot]:
+        """What is known of users at this moment."""
+        snapshots = []
+        with self.lock:
+            for user in users:
+                recent, cached = self.recent.get(user), self._cache.get(user)
+                if cached is not None:
+                    self._cache.move_to_end(user)
+                snapshots.append(
+                    Snapshot(
+                        user,
+                        self.forgotten.get(user, 0),
+                        self.stored_row(user),
+                        recent,
+                        len(recent) if recent is not None else 0,
+                        cached.state if cached is not None else None,
+                        cached.applied if cached is not None else 0,
+                    )
+                )
+        return snapshots
+
+    def states(self, snapshots: Sequence[Snapshot]) -> EncoderState:
+        """States with every event of the snapshots.
+
+        A state is a function of a user's events alone: whoever computes it may keep it for the others.
+        """
+        if not snapshots:
+            return self._model.like
+        state = self._bases(snapshots)
+        waiting = [snapshot.count - snapshot.applied for snapshot in snapshots]
+        if any(waiting):
+            items, events = list[int](), list[Event]()
+            for snapshot in snapshots:
+                if snapshot.recent is not None:
+                    items += snapshot.recent.items[snapshot.applied : snapshot.count]
+                    events += snapshot.recent.raw[snapshot.applied : snapshot.count]
+            state = self._model.append(state, self.history(items, events, waiting))
+        self._keep(snapshots, state, waiting)
+        return state
+
+    def _bases(self, snapshots: Sequence[Snapshot]) -> EncoderState:
+        """From the cache, the export, or nothing."""
+        kinds: dict[str, list[int]] = {"cached": [], "stored": [], "new": []}
+        for n, snapshot in enumerate(snapshots):
+            kind = "cached" if snapshot.cached is not None else "new" if snapshot.stored is None else "stored"
+            kinds[kind].append(n)
+        parts = [one.cached for one in snapshots if one.cached is not None]
+        if kinds["stored"]:
+            rows = [row for n in kinds["stored"] if (row := snapshots[n].stored) is not None]
+            parts.append(self.stored.states(np.array(rows, np.int64)))
+        if kinds["new"]:
+            parts.append(self._model.encoder.init_state(len(kinds["new"])))
+        state = EncoderState.concatenate(parts) if len(parts) > 1 else parts[0]
+        order = [*kinds["cached"], *kinds["stored"], *kinds["new"]]
+        if order == list(range(len(order))):
+            return state
+        return state.select(np.argsort(order).tolist())
+
+    def _keep(self, snapshots: Sequence[Snapshot], state: EncoderState, waiting: Sequence[int]) -> None:
+        changed = [
+            n
+            for n, snapshot in enumerate(snapshots)
+            if waiting[n] or (snapshot.cached is None and snapshot.stored is not None)
+        ]
+        singles = {n: state.select([n]) if len(snapshots) > 1 else state for n in changed[-self.cache_users :]}
+        with self.lock:
+            for n, single in singles.items():
+                snapshot = snapshots[n]
+                user = snapshot.user_id
+                if self.forgotten.get(user, 0) != snapshot.generation:
+                    continue  # forgotten meanwhile
+                cached = self._cache.get(user)
+                if cached is None or cached.applied < snapshot.count:
+                    self._cache[user] = _Cached(single, snapshot.count)
+                    self._cache.move_to_end(user)
+            while len(self._cache) > self.cache_users:
+                self._cache.popitem(last=False)
+
+    def history(self, items: Sequence[int], events: Sequence[Event], lengths: Sequence[int]) -> Histories:
+        """Events, user after user, as the model takes them."""
+        times = np.array([event.timestamp for event in events], np.int64)
+        sides = {side.name: _side_column(side, events, self._side_values.get(side.name)) for side in self._sides}
+        return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, sides)
+
+    def seen(self, snapshot: Snapshot) -> Ints:
+        """Dense indices of everything in a user's history."""
+        stored = self.stored.items(snapshot.stored) if snapshot.stored is not None else np.zeros(0, np.int64)
+        recent = snapshot.recent.items[: snapshot.count] if snapshot.recent is not None else []
+        return np.concatenate((stored, np.array(recent, np.int64)))
+
+
+def _side_column(side: SideTable, events: Sequence[Event], known: dict[str, int] | None) -> Column:
+    if known is not None:
+        return np.array([known.get((event.sides or {}).get(side.name, ""), 0) for event in events], np.int64)
+    values = [(event.sides or {}).get(side.name, [] if side.multiple else 0) for event in events]
+    if not side.multiple:
+        return np.array(values, np.int64)
+    lists = [value if isinstance(value, list | tuple) else [value] for value in values]
+    return Ragged(
+        np.array([v for value in lists for v in value], np.int64),
+        bounds_of(np.array([len(value) for value in lists], np.int64)),
+    )

@@ -1,0 +1,74 @@
+"""What a refresh did, counted and timed."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Summary:
+    """What a refresh did."""
+
+    output: str
+    as_of: int
+    events: int = 0
+    applied_before: bool = False
+    already_done: bool = False
+    late_events: int = 0
+    unknown_items: int = 0
+    bad_rows: dict[str, int] = field(default_factory=dict)
+    touched_users: int = 0
+    new_users: int = 0
+    requeried_users: int = 0
+    encoded_users: int = 0
+    reanchored_users: int = 0
+    damaged_states: int = 0
+    forgotten_users: int = 0
+    forgotten_events: int = 0
+    unknown_forgotten: int = 0
+    parts_rewritten: int = 0
+    parts_linked: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        if self.already_done:
+            yield f"{self.output} holds this refresh already: nothing was done"
+            return
+        yield f"{self.output}: as of {self.as_of}, {self.events:,} events"
+        if self.applied_before:
+            yield "these events are part of the export already: none was applied again"
+        yield (
+            f"users: {self.touched_users:,} touched, {self.new_users:,} of them new, {self.requeried_users:,} asked "
+            f"again, {self.encoded_users:,} encoded from their history, {self.reanchored_users:,} with a new anchor"
+        )
+        for count, what in (
+            (self.late_events, "late events left out"),
+            (self.unknown_items, "events of items that the model does not know"),
+            (sum(self.bad_rows.values()), "bad rows left out"),
+            (self.damaged_states, "damaged states encoded again"),
+            (self.forgotten_users, "users forgotten"),
+            (self.forgotten_events, "events of forgotten users left out"),
+            (self.unknown_forgotten, "users to forget that are not there"),
+        ):
+            if count:
+                yield f"{count:,} {what}"
+        yield f"parts: {self.parts_rewritten} rewritten, {self.parts_linked} linked"
+        yield ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+
+
+class Clock:
+    """Seconds by what they were spent on."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds = seconds
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[None]:
+        """Count the time inside."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began

@@ -1,0 +1,153 @@
+"""What is asked of a Recommender and what it answers, and the checks of both."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fuxi_torchrec.serving.bundle import Manifest
+from fuxi_torchrec.serving.times import check_time
+
+UserId = int | str
+ItemId = int | str
+Sides = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One user, asked at a time."""
+
+    user_id: UserId
+    time: int
+    k: int = 10
+    exclude_seen: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Items for one user, best first.
+
+    Attributes:
+        user_id: who was asked; None for an anonymous history.
+        as_of: when.
+        items, scores: raw ids and scores; fewer than asked for if the catalogue has no more.
+        known: whether there is anything about the user; an unknown one is served as new.
+        events: that the answer rests on, from the user's anchor.
+        unknown_items: events of an anonymous history whose items the model does not know.
+        before_last_event: the time asked for lies before the user's last event: no time has passed since.
+        model_id, export_as_of: of the export that answers.
+    """
+
+    user_id: UserId | None
+    as_of: int
+    items: list[ItemId]
+    scores: list[float]
+    known: bool
+    events: int
+    before_last_event: bool
+    model_id: str
+    export_as_of: int
+    unknown_items: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: ``user``, ``as_of``, ``items`` with ``item_id`` and ``score``, and the rest."""
+        rest = {name: value for name, value in vars(self).items() if name not in ("user_id", "items", "scores")}
+        items = [{"item_id": item, "score": score} for item, score in zip(self.items, self.scores, strict=True)]
+        return {"user": self.user_id, "as_of": self.as_of, "items": items} | rest
+
+
+@dataclass(frozen=True)
+class Event:
+    """One event, with raw ids and, for models that have them, side features: text as in the data, or indices."""
+
+    user_id: UserId
+    item_id: ItemId
+    timestamp: int
+    sides: Sides | None = None
+
+
+@dataclass(frozen=True)
+class Appended:
+    """What became of events: accepted ones are on disk, late ones, older than their user's last, were left out."""
+
+    accepted: int
+    late: int
+    unknown_items: int
+
+
+class Checks:
+    """Refuses requests and events that do not fit an export, with a ValueError that says why.
+
+    Args:
+        manifest: of the export.
+        rows: how many values each side feature of numbers has; features of text are not in it.
+    """
+
+    def __init__(self, manifest: Manifest, rows: dict[str, int]) -> None:
+        self.manifest, self.rows = manifest, rows
+        self._sides = {side.name: side for side in manifest.sides}
+
+    def request(self, request: Request) -> None:
+        """A user, a time and a number of items."""
+        self.user(request.user_id, "user id")
+        self.time(request.time, "time")
+        self.k(request.k)
+
+    def events(self, events: Sequence[Event], anonymous: bool = False) -> None:
+        """Events; anonymous ones have no user, and their times must not fall."""
+        for n, event in enumerate(events):
+            if not anonymous:
+                self.user(event.user_id, f"user id {n}")
+            _check_id(event.item_id, self.manifest.item_id_type, f"item id {n}")
+            self.time(event.timestamp, f"timestamp {n}")
+            for name, value in (event.sides or {}).items():
+                self._side(n, name, value)
+            if anonymous and n and event.timestamp < events[n - 1].timestamp:
+                raise ValueError(
+                    f"timestamps must not fall: timestamps[{n}] = {event.timestamp} after {events[n - 1].timestamp}"
+                )
+
+    def user(self, user_id: Any, what: str) -> None:
+        """A user's raw id."""
+        _check_id(user_id, self.manifest.user_id_type, what)
+
+    def time(self, time: Any, what: str) -> None:
+        """A time in the export's unit, not far from it."""
+        if isinstance(time, bool) or not isinstance(time, int | np.integer):
+            raise ValueError(f"{what} must be an integer in the export's unit, {self.manifest.time_unit}, not {time!r}")
+        check_time(int(time), self.manifest.as_of, self.manifest.time_unit, what)
+
+    def k(self, k: Any) -> None:
+        """A number of items."""
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise ValueError(f"k must be a positive integer, not {k!r}")
+
+    def _side(self, n: int, name: str, value: Any) -> None:
+        side = self._sides.get(name)
+        if side is None:
+            there = ", ".join(self._sides) or "none"
+            raise ValueError(f"event {n}: no side feature {name!r}; there are {there}")
+        rows = self.rows.get(name)
+        if rows is None:
+            if not isinstance(value, str):
+                raise ValueError(f"event {n}: side feature {name} must be text, as in the data, not {value!r}")
+            return
+        values = value if side.multiple and isinstance(value, list | tuple) else [value]
+        if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < rows for v in values):
+            raise ValueError(f"event {n}: side feature {name} must be 0 to {rows - 1}, not {value!r}")
+
+
+def plain(values: Any) -> list[Any]:
+    """Python's own numbers, of a list, an array or a tensor."""
+    if isinstance(values, str | int):
+        raise ValueError(f"a list is needed, not {values!r} alone")
+    return values.tolist() if hasattr(values, "tolist") else [getattr(v, "item", lambda v=v: v)() for v in values]
+
+
+def _check_id(value: Any, kind: str, what: str) -> None:
+    if kind == "string":
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{what} must be text, as in the export, not {value!r}")
+    elif isinstance(value, bool) or not isinstance(value, int | np.integer) or not -(2**63) <= value < 2**63:
+        raise ValueError(f"{what} must be an integer of 64 bits, as in the export, not {value!r}")

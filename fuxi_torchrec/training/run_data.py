@@ -1,0 +1,85 @@
+"""A dataset as a training run sees it: its split, its batches, the items it knows."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fuxi_torchrec.config import Config, DataConfig
+from fuxi_torchrec.data.batches import BatchMaker, Items
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.reader import Reader
+from fuxi_torchrec.data.schedule import Plan
+from fuxi_torchrec.data.splits import ByTime, LeaveOneOut, Split
+from fuxi_torchrec.embeddings.tables import Tables, tables_for
+from fuxi_torchrec.training.checkpoint import Identity
+from fuxi_torchrec.training.run_directory import KnownItems, RunDirectory, RunError
+
+DEFAULT_TOKENS = 16384
+
+
+def split_of(config: DataConfig) -> Split:
+    """The split that a configuration asks for."""
+    if config.split == "by_time":
+        assert config.test_from is not None
+        return ByTime(config.test_from, config.valid_from)
+    return LeaveOneOut(config.fit_on_valid)
+
+
+def plan_of(config: Config) -> Plan:
+    """How a configuration makes batches."""
+    batch = config.batch
+    tokens = DEFAULT_TOKENS if batch.tokens is None and batch.users is None else batch.tokens
+    return Plan(batch.max_length, batch.cut, tokens, batch.users, batch.streams, batch.shuffle_blocks, config.seed)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A dataset as a run sees it."""
+
+    dataset: Dataset
+    maker: BatchMaker
+    items: KnownItems
+    tables: Tables
+
+    @staticmethod
+    def open(config: Config, directory: RunDirectory) -> "RunData":
+        """Read what training needs to know of its dataset; the known items from the run directory if it has them."""
+        if not config.data.path:
+            raise DataError("data.path is not set: name the directory of a prepared dataset, data.path=DIR")
+        dataset = Dataset.open(config.data.path)
+        if dataset.info.time_unit != config.data.time_unit:
+            raise DataError(
+                f"{dataset.path}: times are in {dataset.info.time_unit}, the config says data.time_unit = "
+                f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
+            )
+        tables = tables_for(config.tables, config.model.dim, dataset.info)
+        reader = Reader(dataset, [table.feature for table in tables.sides], config.data.on_bad_rows)
+        split = split_of(config.data)
+        everything = np.arange(dataset.info.items + 1) > 0
+        if directory.has_items():
+            items = directory.read_items()
+            if len(items.known) != dataset.info.items + 1:
+                raise RunError(
+                    f"{directory.path}: the run knows a vocabulary of {len(items.known) - 1} items, {dataset.path} has "
+                    f"{dataset.info.items}: take another --run-dir, and --init-from this one to start from its weights"
+                )
+        else:
+            counts = BatchMaker(reader, split, Items(everything)).item_counts()
+            items = KnownItems(everything & (counts >= config.data.min_item_events), counts)
+        if not items.known.any():
+            raise DataError(
+                f"{dataset.path}: no item has {config.data.min_item_events} training events: nothing to train on"
+            )
+        maker = BatchMaker(reader, split, Items(items.known, config.data.oov_rate, config.seed))
+        return RunData(dataset, maker, items, tables)
+
+    def identity(self, config: Config) -> Identity:
+        """What a checkpoint of this run belongs to."""
+        return Identity(
+            self.dataset.info.fingerprint,
+            self.items.fingerprint,
+            self.dataset.info.time_unit,
+            self.dataset.info.items,
+            str(config.model.fingerprint()),
+        )

@@ -1,0 +1,114 @@
+"""The command line of the production loop."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fuxi_torchrec.logging import setup_logging
+from fuxi_torchrec.strict_yaml import ConfigError
+from pipelines.daily import config as daily_config
+from pipelines.daily.config import DailyConfig
+from pipelines.daily.jobs import LOCAL, TorchXJobs
+from pipelines.daily.loop import FAILED, Daily
+from pipelines.daily.state import DailyError, Layout, Releases, locked
+from pipelines.daily.status import dry_run, status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    found = argparse.ArgumentParser(
+        prog="python -m pipelines.daily",
+        description="The production loop: a day's log to a published export, each stage a TorchX job.",
+        epilog="exit codes: 0 published or nothing to do, 1 a stage failed, 3 the gate rejected the day",
+    )
+    found.add_argument("--config", required=True, help="YAML file; python -m pipelines.daily.config lists the keys")
+    found.add_argument("--scheduler", default="local_cwd", help="local_cwd (default), slurm, kubernetes, ...")
+    what = found.add_mutually_exclusive_group()
+    what.add_argument("--day", metavar="DAY", help="this day only; by default all that have a log and are not done")
+    what.add_argument("--status", action="store_true", help="show every day, and do nothing")
+    what.add_argument("--rollback", nargs="?", const="", metavar="DAY", help="publish DAY again, or what was before")
+    what.add_argument("--skip", metavar="DAY", help="leave a day's log out of all later datasets")
+    what.add_argument("--redo", metavar="DAY", help="remove what a day that is not published has made, and run it")
+    found.add_argument("--dryrun", action="store_true", help="show the jobs of the next day, and submit none")
+    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that come before the config's")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is due; see ``parser`` for the exit codes."""
+    options = parser().parse_args(arguments)
+    setup_logging("warning")
+    try:
+        config = daily_config.load(options.config, options.overrides)
+        if options.status:
+            print(status(config))
+            return 0
+        if options.rollback is not None:
+            old, new = Releases(Layout(Path(config.root).absolute())).roll_back(options.rollback or None)
+            print(f"day {new} is published, day {old} is not any more")
+            return 0
+        return _run(config, options)
+    except (ConfigError, DailyError) as error:
+        print(error, file=sys.stderr)
+        return FAILED
+
+
+def _run(config: DailyConfig, options: argparse.Namespace) -> int:
+    from torchx.runner import get_runner
+    from torchx.schedulers.local_scheduler import SignalException
+
+    check_training(config, local=options.scheduler in LOCAL)
+    root = Path(config.root).absolute()
+    try:
+        with get_runner() as runner:
+            if options.scheduler not in runner.scheduler_backends():
+                raise DailyError(f"--scheduler {options.scheduler}: one of {', '.join(runner.scheduler_backends())}")
+            jobs = TorchXJobs(runner, options.scheduler, config.jobs, root)
+            if options.dryrun:
+                daily = Daily(config, jobs)
+                days = [options.day or options.redo] if options.day or options.redo else daily.pending()
+                if not days:
+                    print("nothing to do")
+                for day in days[:1]:
+                    dry_run(daily, jobs, day)
+                return 0
+            with locked(root / ".lock", "the pipeline"):
+                return _run_days(Daily(config, jobs), options)
+    except (KeyboardInterrupt, SignalException) as error:
+        number = int(getattr(error, "sigval", 2))
+        print("stopped; run again to continue where it was", file=sys.stderr)
+        return 128 + number
+
+
+def _run_days(daily: Daily, options: argparse.Namespace) -> int:
+    daily.note_published()
+    if options.skip is not None:
+        daily.skip(options.skip)
+        return 0
+    if options.redo is not None:
+        daily.forget(options.redo)
+        return daily.run([options.redo])
+    days = [options.day] if options.day is not None else daily.pending()
+    if not days:
+        current = daily.releases.current()
+        print(f"nothing to do: {f'day {current.day} is published' if current else 'there is no log yet'}")
+    return daily.run(days)
+
+
+def check_training(config: DailyConfig, local: bool) -> None:
+    """Refuse a training config that would fail hours later; on a cluster it may exist in the image only."""
+    if not local and not Path(config.train.config).exists():
+        return
+    from fuxi_torchrec.config import load_config
+
+    experiment = load_config(config.train.config, [*config.train.settings, *config.train.first_settings])
+    if experiment.data.time_unit != config.logs.time_unit:
+        raise DailyError(
+            f"{config.train.config}: data.time_unit = {experiment.data.time_unit}, but logs.time_unit = "
+            f"{config.logs.time_unit}: the log has one unit"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
