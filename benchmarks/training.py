@@ -196,8 +196,8 @@ def negatives(scratch: Path) -> tuple[str, list[Aim], Any]:
     what = (
         f"The loss step of {LossStep.positions:,} positions: drawing negatives, deduplicating, looking rows up, the "
         "loss and its gradients for outputs and rows; what the optimizer makes of them is the same for all. *shared*: "
-        "1,024 for all positions, *uniform*: 128 for each; *plain* is the same with torch's own operations and autograd "
-        "over positions x negatives x width, as the released code does."
+        "1,024 for all positions, *uniform*: 128 for each; *plain* is the same with torch's operations and autograd on "
+        "positions x negatives x width, as the released code does."
     )
     aim = Aim("uniform's loss step over shared's, KuaiRand-27K's catalogue", float(rows[1][6]), NEGATIVES_AIM)
     return f"{what}\n\n{harness.table(head, rows)}", [aim], raw
