@@ -21,8 +21,9 @@ from fuxi_torchrec.data.dataset import TIME_UNITS, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.prepare import PrepareOptions, as_utc, prepare, prepare_synthetic
 from fuxi_torchrec.data.sources import Source
-from fuxi_torchrec.data.synthetic import SyntheticConfig, oracle_hit_rate
+from fuxi_torchrec.data.synthetic import oracle_hit_rate
 from fuxi_torchrec.logging import setup_logging
+from pipelines.synthesize import add_synthetic_options, synthetic_config
 
 CLEARING_SECONDS = 5.0
 
@@ -62,20 +63,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     kuairec = kind("kuairec", "KuaiRec: big_matrix.csv, its directory or its zip")
     kuairec.add_argument("--min-events", type=int, default=5, help="k of the k-core")
     synthetic = kind("synthetic", "made-up histories of known structure", has_input=False)
-    synthetic.add_argument("--users", type=int, required=True)
-    synthetic.add_argument("--seed", type=int, default=0)
-    synthetic.add_argument("--items", type=int, default=2000)
-    synthetic.add_argument("--median-length", type=float, default=60.0, help="median events of a history")
-    synthetic.add_argument("--length-sigma", type=float, default=1.95, help="deviation of the lengths' logarithm")
+    add_synthetic_options(synthetic)
     synthetic.add_argument("--oracle", action="store_true", help="also print the best HR@10 any model can reach")
     return parser.parse_args(arguments)
-
-
-def synthetic_config(args: argparse.Namespace) -> SyntheticConfig:
-    """What the command line asks of the generator."""
-    return SyntheticConfig(
-        args.users, args.seed, args.items, median_length=args.median_length, length_sigma=args.length_sigma
-    )
 
 
 def make_source(args: argparse.Namespace, scratch: str) -> Source:

@@ -7,6 +7,7 @@ today's. Each has ``user_id``, ``item_id`` and ``timestamp`` (seconds), by time.
 """
 
 import argparse
+import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
@@ -19,14 +20,25 @@ import pyarrow.parquet as pq
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate, oracle_hit_rate
 
 
+def add_synthetic_options(parser: argparse.ArgumentParser) -> None:
+    """An option for everything the generator can be told."""
+    for each in dataclasses.fields(SyntheticConfig):
+        needed = each.default is dataclasses.MISSING
+        about = each.metadata["help"] + ("" if needed else f"; {each.default} by default")
+        default = None if needed else each.default
+        kind = int if each.type is int else float
+        parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, required=needed, default=default, help=about)
+
+
+def synthetic_config(options: argparse.Namespace) -> SyntheticConfig:
+    """What such options ask for."""
+    return SyntheticConfig(**{each.name: getattr(options, each.name) for each in dataclasses.fields(SyntheticConfig)})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the log; exit code 1 and one line if it cannot."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.synthesize", description=__doc__.splitlines()[0])
-    parser.add_argument("--users", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--items", type=int, default=2000)
-    parser.add_argument("--median-length", type=float, default=60.0, help="median events of a history")
-    parser.add_argument("--length-sigma", type=float, default=1.95, help="deviation of the lengths' logarithm")
+    add_synthetic_options(parser)
     parser.add_argument("--output", type=Path, required=True, help="directory of the log; must not exist")
     parser.add_argument("--cuts", default="", help="shares of the events, rising, at which a new part begins: 0.9,0.95")
     parser.add_argument("--oracle", action="store_true", help="also print the best HR@10 any model can reach")
@@ -35,13 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cuts = [float(cut) for cut in options.cuts.split(",") if cut]
         if sorted(set(cuts)) != cuts or not all(0 < cut < 1 for cut in cuts):
             raise ValueError(f"--cuts must be rising shares between 0 and 1, not {options.cuts}")
-        config = SyntheticConfig(
-            options.users,
-            options.seed,
-            options.items,
-            median_length=options.median_length,
-            length_sigma=options.length_sigma,
-        )
+        config = synthetic_config(options)
         options.output.mkdir(parents=True)
         for number, table in enumerate(parts(config, cuts)):
             pq.write_table(table, options.output / f"part-{number}.parquet")

@@ -14,8 +14,9 @@ on the block it is made in, nor on how many users there are.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,44 +42,32 @@ _EXPONENTIAL = np.array([-math.log((n + 0.5) / 256) for n in range(256)])
 _LENGTH, _JITTER, _FIRST, _VISIT, _GAP, _GROUP, _PLACE, _SOURCE, _PICK, _CATALOGUE = range(10)
 
 
+def _key(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
 @dataclass(frozen=True)
 class SyntheticConfig:
     """What to generate; checked when made.
 
     Lengths are log-normal, at least 5. Any 256 users counted from a multiple of 256 have one length in each 256th of
     the distribution; with the defaults, 256 users or more have a history beyond 10,000 events.
-
-    Args:
-        users: number of histories.
-        seed: decides all the rest.
-        items: catalogue size, a multiple of groups.
-        groups: number of item groups.
-        median_length: median events of a history.
-        length_sigma: standard deviation of the lengths' logarithm.
-        max_length: longer histories are cut to this.
-        window: items of a group that a user likes at a time.
-        fade: liking of an item over that of the next newer one.
-        drift_days: days until the window moves on by one item.
-        repeat: probability that an event repeats a recent item.
-        recent: how many events back a repeat can reach.
-        noise: probability that an event is any item.
-        new_visit: probability that an event begins a visit.
     """
 
-    users: int
-    seed: int = 0
-    items: int = 2000
-    groups: int = 20
-    median_length: float = 60.0
-    length_sigma: float = 1.95
-    max_length: int = 20_000
-    window: int = 20
-    fade: float = 0.8
-    drift_days: float = 10.0
-    repeat: float = 0.2
-    recent: int = 5
-    noise: float = 0.05
-    new_visit: float = 0.4
+    users: int = field(metadata={"help": "number of histories"})
+    seed: int = _key(0, "decides all the rest")
+    items: int = _key(2000, "catalogue size, a multiple of groups")
+    groups: int = _key(20, "number of item groups")
+    median_length: float = _key(60.0, "median events of a history")
+    length_sigma: float = _key(1.95, "standard deviation of the lengths' logarithm")
+    max_length: int = _key(20_000, "longer histories are cut to this")
+    window: int = _key(20, "items of a group that a user likes at a time")
+    fade: float = _key(0.8, "liking of an item over that of the next newer one")
+    drift_days: float = _key(10.0, "days until the window moves on by one item")
+    repeat: float = _key(0.2, "probability that an event repeats a recent item")
+    recent: int = _key(5, "how many events back a repeat can reach")
+    noise: float = _key(0.05, "probability that an event is any item")
+    new_visit: float = _key(0.4, "probability that an event begins a visit")
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "groups", "median_length", "window", "fade", "drift_days", "recent"):
