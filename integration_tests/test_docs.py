@@ -1,11 +1,16 @@
-"""The Python in README and docs runs, each page in a process of its own, block after block."""
+"""The Python in README and docs runs, each page in a process of its own, block after block; so do README's commands."""
 
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+
+from integration_tests.services import Service
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,3 +33,32 @@ def test_links_between_pages_lead_somewhere():
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
             if "://" not in target:
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_readme_run(tmp_path):
+    for name in ("configs", "fuxi_torchrec", "pipelines", ".torchxconfig"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    commands = [line for block in plain_blocks(ROOT / "README.md") for line in block.splitlines()]
+    ran = []
+    for command in commands:
+        words = shlex.split(command, comments=True)
+        if words[0] in ("make", "source"):
+            continue
+        if "pipelines.serve" in words:
+            with Service(tmp_path / words[words.index("--export") + 1]) as service:
+                assert httpx.get(f"{service.url}/health").status_code == 200
+        else:
+            done = subprocess.run(
+                words, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=300
+            )
+            assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        ran += words
+    for program in ("train", "evaluate", "export", "recommend", "refresh", "serve"):
+        assert f"pipelines.{program}" in ran
+
+
+def plain_blocks(page):
+    text = re.sub(r"^```python\n.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)

@@ -1,9 +1,6 @@
 """Serving for real: a process that answers HTTP, clients, crashes, a tool that tries to break it."""
 
 import contextlib
-import os
-import re
-import signal
 import subprocess
 import sys
 import threading
@@ -18,42 +15,9 @@ from fuxi_torchrec.serving.demo import DemoExport, write_demo_export
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.tests.exports import SIDES
 from fuxi_torchrec.serving.tests.threads import mixed_operations
+from integration_tests.services import Service
 
 ROOT = Path(__file__).parents[1]
-
-
-class Service:
-    """``python -m pipelines.serve`` on a free port."""
-
-    def __init__(self, export, *options, env=None):
-        command = [sys.executable, "-m", "pipelines.serve", "--export", str(export), "--port", "0", "--threads", "1"]
-        self.process = subprocess.Popen(
-            [*command, *options], cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
-        )
-        self.said, self.url = [], None
-        for line in self.process.stderr:
-            self.said.append(line)
-            if found := re.search(r"running on (http://\S+)", line):
-                self.url = found[1]
-                break
-        assert self.url, "".join(self.said)
-        # what it says later must be read, or it would wait for us
-        self.reader = threading.Thread(target=lambda: self.said.extend(self.process.stderr), daemon=True)
-        self.reader.start()
-
-    def stop(self, how=signal.SIGTERM):
-        self.process.send_signal(how)
-        code = self.process.wait(30)
-        self.reader.join(10)
-        return code
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
 
 
 @pytest.fixture
