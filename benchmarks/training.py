@@ -1,6 +1,6 @@
 """Training: where a step's time goes, what negatives cost, what a second process gains, memory of long histories.
 
-    python -m benchmarks.training [--only breakdown,negatives,scaling,memory,quality]
+    python -m benchmarks.training [--only breakdown,negatives,scaling,memory]
 
 Exit code 1 if a figure that must be reached is missed.
 """
@@ -329,8 +329,8 @@ def peak(run_dir: Path, settings: list[str]) -> dict[str, float]:
     return {"bytes": harness.resident_bytes(peak=True), "events": longest}
 
 
-def make_trainer(run_dir: Path, settings: list[str]) -> Any:
-    """A trainer in this worker group."""
+def make_trainer(run_dir: Path, settings: list[str], config: Path | None = None) -> Any:
+    """A trainer in this worker group; a configuration file, then settings."""
     from fuxi_torchrec.logging import setup_logging
     from fuxi_torchrec.training.run_directory import RunDirectory
     from fuxi_torchrec.training.trainer import Trainer
@@ -338,7 +338,7 @@ def make_trainer(run_dir: Path, settings: list[str]) -> Any:
     setup_logging("warning")
     size = dist.get_world_size()
     world = World(dist.get_rank(), size, dist.get_rank(), torch.device("cpu"), size)
-    return Trainer(load_config(None, settings), RunDirectory(run_dir), world)
+    return Trainer(load_config(config, settings), RunDirectory(run_dir), world)
 
 
 SECTIONS: dict[str, harness.Section] = {

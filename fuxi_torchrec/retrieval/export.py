@@ -220,7 +220,7 @@ class _Exporter(ExportJob):
         queries = indices.sample_queries(users, self.options.recall_users, dim)
         exact = indices.nearest_scores(paths, queries, indices.NEAREST)
         found, about = indices.build(paths, items, dim, self.options.exact_items)
-        about |= {"file": INDEX, "recall@100": indices.recall(found, queries, exact, paths), "queries": len(queries)}
+        about = {"file": INDEX, **indices.tuned(found, about, queries, exact, paths)}
         indices.write(found, self.directory / INDEX)
         self.own_files.append(INDEX)
         logger.info("%s index of %s items, recall@100 %.4f", about["kind"], f"{items:,}", about["recall@100"])

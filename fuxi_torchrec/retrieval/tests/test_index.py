@@ -58,3 +58,20 @@ def test_queries_come_from_every_file(tmp_path):
     found = indices.sample_queries(paths, 9, DIM)
     assert found[:, 0].tolist() == [0] * 3 + [1] * 3 + [2] * 3
     assert indices.sample_queries([], 9, DIM).shape == (0, DIM)
+
+
+def test_an_approximate_index_searches_harder_until_enough_is_found(items, monkeypatch):
+    paths, vectors, ids = items
+    monkeypatch.setattr(indices, "_SEARCH_EFFORT", 8)
+    monkeypatch.setattr(indices, "_BUILD_EFFORT", 4)
+    monkeypatch.setattr(indices, "_LINKS", 4)
+    queries = np.random.default_rng(1).normal(size=(50, DIM)).astype(np.float32)
+    exact = indices.nearest_scores(paths, queries, 10)
+    index, about = indices.build(paths, len(ids), DIM, exact_items=10)
+    before = indices.recall(index, queries, exact, paths)
+    assert before < 0.95, "or this shows nothing"
+    said = indices.tuned(index, about, queries, exact, paths)
+    assert said["recall@100"] == indices.recall(index, queries, exact, paths) > before
+    assert said["search_effort"] > 8 and (said["recall@100"] >= 0.95 or said["search_effort"] == 4096)
+    flat, about = indices.build(paths, len(ids), DIM)
+    assert indices.tuned(flat, about, queries, exact, paths) == {"kind": "flat", "recall@100": 1.0, "queries": 50}
