@@ -96,10 +96,12 @@ def test_a_killed_worker_is_restarted_from_the_last_checkpoint(data, tmp_path, u
 def test_sigterm_saves_marks_and_leaves_and_the_run_continues(data, tmp_path, undisturbed):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     hold(run_dir)
-    with launched(*ddp(run_dir, data, HELD), log=log) as process:
+    reading = "data.workers=1"  # the launcher signals these processes too
+    with launched(*ddp(run_dir, data, HELD), reading, log=log) as process:
         until(lambda: held_with_a_checkpoint(run_dir), process, log)
         process.send_signal(signal.SIGTERM)  # ends the hold when it reaches the workers
         process.wait(30)
+    assert "Traceback" not in log.read_text()
     assert json.loads((run_dir / "preempted").read_text())["step"] == HOLD + 1
     assert latest(run_dir) == HOLD + 1
     with launched(*ddp(run_dir, data, TRAIN), log=log) as process:

@@ -63,3 +63,11 @@ assert not any(name.partition(".")[0] in ("torchrec", "fbgemm_gpu") for name in 
     assert done.returncode == 0, done.stderr
     again = subprocess.run(plain, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert again.returncode == 1 and "exists" in again.stderr
+    (part,) = (tmp_path / "run" / "checkpoints" / "step-000000002").glob("__0_0.distcp")
+    content = bytearray(part.read_bytes())
+    content[len(content) // 2] ^= 1
+    part.write_bytes(content)
+    plain[-1] = str(tmp_path / "other")
+    damaged = subprocess.run(plain, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert damaged.returncode == 1 and "another checksum than when it was written" in damaged.stderr
+    assert not (tmp_path / "other").exists()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuxi_torchrec.worker_group import WorkerError
 from integration_tests import runs
 
 GOLDEN = Path(__file__).parent / "goldens" / "losses.json"
@@ -138,6 +139,53 @@ def test_init_from_takes_old_rows_over_and_starts_new_ones(workers, tmp_path):
     assert workers(2).run(runs.run, tmp_path / "run2-2", two)[0].keys() == {1, 2, 3}
 
 
+def test_init_from_over_side_features_that_have_more_values(workers, tmp_path):
+    from fuxi_torchrec.data.prepare import PrepareOptions, prepare
+    from fuxi_torchrec.data.sources import events
+
+    one, two = event_logs(tmp_path)
+    settings = {}
+    for day, log, largest, kind, before in (
+        ("first", one, 5, "a", None),
+        ("second", two, 9, "b", "first"),
+        ("third", two, 2, "a", "second"),  # fewer values occur: their rows stay
+        ("many", two, 9, "a", None),
+        ("few", two, 2, "a", None),
+    ):
+        source = events(str(with_sides(log, largest, kind)), "user", "item", "time", "s", ("kind", "size"))
+        extend = str(tmp_path / before) if before else None
+        prepare(source, tmp_path / day, PrepareOptions(extend=extend))
+        settings[day] = [f"data.path={tmp_path / day}", "tables.sides={kind: {}, size: {}}", "train.max_steps=2"]
+    for day in ("first", "many"):
+        workers(2).run(runs.run, tmp_path / f"run-{day}", settings[day])
+    old = workers(2).run(side_tables, tmp_path / "run-first", settings["first"], None)[0]
+    assert {name: len(rows) for name, rows in old.items()} == {"kind": 2, "size": 6}
+    for day, processes in (("second", 1), ("second", 2), ("third", 2)):
+        run_dir = tmp_path / f"run-{day}-{processes}"
+        new = workers(processes).run(side_tables, run_dir, settings[day], tmp_path / "run-first")[0]
+        assert {name: len(rows) for name, rows in new.items()} == {"kind": 3, "size": 10}
+        for name, rows in old.items():
+            assert torch.equal(new[name][: len(rows)], rows)
+    with pytest.raises(WorkerError, match=r"side_size has 10 rows there and 3 here: prepare the dataset with --extend"):
+        workers(2).run(side_tables, tmp_path / "run-few", settings["few"], tmp_path / "run-many")
+
+
+def with_sides(log, largest, kinds):
+    """A log with a side feature of text and one of numbers."""
+    lines = log.read_text().splitlines()
+    rows = [f"{line},{kinds},{n % (largest + 1)}" for n, line in enumerate(lines[1:])]
+    path = log.with_name(f"sides-{largest}-{kinds}-{log.name}")
+    path.write_text("\n".join([f"{lines[0]},kind,size", *rows]) + "\n")
+    return path
+
+
+def side_tables(run_dir, settings, init_from):
+    """Every row of the side tables, which every process has, before training goes on."""
+    made, _ = runs.trainer(run_dir, settings, init_from=init_from)
+    tables = {k.split(".")[-2]: v for k, v in made.model.state_dict().items() if ".sides." in f".{k}"}
+    return {name.removeprefix("side_"): value.clone() for name, value in tables.items()}
+
+
 def item_table(run_dir, settings, init_from):
     """This process's rows of the item table before training goes on."""
     made, _ = runs.trainer(run_dir, settings, init_from=init_from)
@@ -174,3 +222,29 @@ def test_validation_keeps_the_best_checkpoint_and_stops_early(workers, data, tmp
     assert (tmp_path / "run" / "checkpoints" / best / "checkpoint.json").exists()
     assert validations[-1] <= max(validations[:-1])  # the reason to stop
     assert summary["step"] < 60
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    workers(2).run(runs.run, tmp_path / "run", settings)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before, "a run that stopped early stays so"
+
+
+def test_a_run_stopped_before_its_last_validation_has_it_when_started_again(workers, data, tmp_path):
+    settings = [*data, "validation.every_epochs=1", "validation.users=50", "train.max_steps=1"]
+    workers(2).run(stopped_run, tmp_path / "run", settings)
+    assert (tmp_path / "run" / "preempted").exists() and not (tmp_path / "run" / "checkpoints" / "best").exists()
+    for _ in range(2):  # once only
+        workers(2).run(runs.run, tmp_path / "run", settings)
+        entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        assert [("loss" in e, "validation" in e) for e in entries] == [(True, False), (False, True)]
+        assert (tmp_path / "run" / "checkpoints" / "best").read_text() == "step-000000001\n"
+
+
+def stopped_run(run_dir, settings):
+    """Train until the first step is done, then leave as after SIGTERM."""
+    made, _ = runs.trainer(run_dir, settings)
+    made.stop.requested = True
+    made.train()
+
+
+def test_the_first_and_the_last_step_are_always_logged(workers, data, tmp_path):
+    settings = [*data, "train.max_steps=5", "logging.every_steps=3"]
+    assert list(workers(2).run(runs.run, tmp_path / "run", settings)[0]) == [1, 3, 5]

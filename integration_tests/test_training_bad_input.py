@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -62,6 +63,48 @@ def poison(trainer):
     if trainer.world.rank == 0:
         with torch.no_grad():
             next(trainer.model.module.head.parameters()).fill_(torch.nan)
+
+
+def spoil_gradients(trainer):
+    """Gradients that are not numbers in the fifth step, on all processes: its loss is still one."""
+    update = trainer.optimizer.step
+
+    def spoiled(*args, **kwargs):
+        if trainer.progress.step == 4:
+            for parameter in trainer.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.fill_(torch.nan)
+        return update(*args, **kwargs)
+
+    trainer.optimizer.step = spoiled
+
+
+def stand_still(trainer):
+    """One process hangs inside a background save."""
+    save = trainer.checkpoints.save
+
+    def slow(*args, **kwargs):
+        if trainer.world.rank == 1:
+            time.sleep(12)
+        return save(*args, **kwargs)
+
+    trainer.checkpoints.save = slow
+
+
+def fail_reading(trainer):
+    """Data that cannot be read, while the checkpoint of the step before is being written."""
+    save, read = trainer.checkpoints.save, trainer.loader.step
+
+    def slow(*args, **kwargs):
+        time.sleep(2)
+        return save(*args, **kwargs)
+
+    def broken(position):
+        if position.step == 3:
+            raise OSError("the disk is gone")
+        return read(position)
+
+    trainer.checkpoints.save, trainer.loader.step = slow, broken
 
 
 def fill_disk(trainer, ranks):
@@ -387,6 +430,40 @@ def users_of_step(run_dir, settings):
     (batch,) = trainer.loader.step(trainer.progress.position)
     dist.barrier()
     return sorted(batch.users.tolist())
+
+
+@pytest.mark.parametrize(
+    ("clip", "words"),
+    [
+        ("null", "after step 5 weights are not finite"),
+        ("1.0", "the norm of the gradients of step 5 is nan"),
+    ],
+)
+def test_gradients_that_are_no_numbers_do_not_reach_a_checkpoint(workers, run, data, clip, words):
+    settings = (
+        "train.max_steps=8",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_last=1",
+        f"optimizer.clip_norm={clip}",
+    )
+    shutil.rmtree(run)  # clipping is part of what a run is
+    settings = changed(f"data.path={data}", *settings)
+    last = "step-000000004 is the last checkpoint"
+    refused(workers, run, settings, "TrainingError", words, last, both=True, prepare=spoil_gradients)
+    assert workers(2).run(attempt, run, settings) == [None, None]
+    assert list(losses(run)) == list(range(1, 9))
+
+
+def test_a_process_that_hangs_in_a_background_save_is_an_error_for_all(workers, data, tmp_path):
+    settings = changed(f"data.path={data}", "train.max_steps=4", "distributed.timeout_seconds=5")
+    words = ("the checkpoint could not be written", "there is no earlier one")
+    refused(workers, tmp_path, settings, "CheckpointError", *words, both=True, prepare=stand_still)
+
+
+def test_a_failure_waits_for_the_checkpoint_that_is_being_written(workers, data, tmp_path):
+    settings = changed(f"data.path={data}", "train.max_steps=8")
+    refused(workers, tmp_path, settings, "OSError", "the disk is gone", prepare=fail_reading)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000000002\n"
 
 
 def test_a_learning_rate_beyond_reason_is_no_number_soon(workers, data, tmp_path):

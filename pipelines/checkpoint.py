@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         return _list(options.run) if options.command == "list" else _unshard(options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
 
@@ -45,6 +45,8 @@ def _find(run: Path, which: str) -> Path:
 
 def _list(run: Path) -> int:
     directory = run / "checkpoints"
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: no such directory: is {run} a run?")
     names = {which: _read(directory / which) for which in ("latest", "best")}
     for path in sorted(directory.glob("step-*/checkpoint.json")):
         info = json.loads(path.read_text())

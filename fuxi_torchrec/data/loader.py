@@ -4,6 +4,7 @@ A position is an epoch and a step, and a step's sequences follow from these two 
 positions is enough: it keeps the order, its workers carry no state, and to resume is to begin at another step.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -107,7 +108,7 @@ class Loader:
             num_workers=self.workers,
             prefetch_factor=4 if self.workers else None,
             multiprocessing_context="spawn" if self.workers else None,
-            worker_init_fn=_share_cache,
+            worker_init_fn=_begin_worker,
         )
 
     def epoch(self, start: Position) -> Iterator[EventBatch]:
@@ -133,6 +134,16 @@ class Loader:
             own = streams_of_rank(rank, self.world_size, plan.num_streams)
             loads.append(sum(int(sequences.cost[self.schedule.all_of(epoch, stream)].sum()) for stream in own))
         return max(loads) * self.world_size / max(1, sum(loads))
+
+
+def _begin_worker(number: int) -> None:
+    """In a worker: launchers signal whole process groups, but it is for the process that trains to say when to stop.
+
+    It saves first, and its workers end with it.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _share_cache(number)
 
 
 def _share_cache(_: int) -> None:

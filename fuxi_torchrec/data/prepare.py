@@ -262,13 +262,19 @@ class _Preparation:
         """The path of a vocabulary of the dataset that is extended, None if there is none."""
         if self.options.extend is None:
             return None
+        previous = self._extended()
+        return previous.file(name) if exists(previous.file(name)) else None
+
+    def _extended(self) -> Dataset:
+        """The dataset that is extended."""
+        assert self.options.extend is not None
         previous = Dataset.open(self.options.extend)
         if previous.info.time_unit != self.source.time_unit:
             raise DataError(
                 f"{self.options.extend} has times in {previous.info.time_unit!r}, "
                 f"this source in {self.source.time_unit!r}"
             )
-        return previous.file(name) if exists(previous.file(name)) else None
+        return previous
 
     def _vocabulary(self, table: str, column: str, counts: str, old: str | None) -> None:
         """Indices 1.. by falling count; with an old vocabulary, its indices first and new values behind them."""
@@ -300,7 +306,10 @@ class _Preparation:
     def _side_vocabularies(self) -> list[str]:
         """Strings get a vocabulary, side-NAME.parquet, indices 1.. by falling count; integers stay as they are."""
         coded = []
+        previous = {} if self.options.extend is None else {s.name: s for s in self._extended().info.sides}
         for name in self.source.sides:
+            if name in previous:
+                self.writer.reserve(name, previous[name].cardinality)  # models have rows for them
             column, kind = quote("side_" + name), self.types[name]
             if kind in _INTEGERS or (kind.endswith("[]") and kind[:-2] in _INTEGERS):
                 value = f"list_min({column})" if kind.endswith("[]") else column
@@ -312,7 +321,9 @@ class _Preparation:
             counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
             self._vocabulary("side_table_" + name, "value", counts, self._previous(f"side-{name}.parquet"))
             query = f"SELECT value, index, count FROM {quote('side_table_' + name)} ORDER BY index"
-            self.writer.write_table(f"side-{name}.parquet", self.database.table(query))
+            table = self.database.table(query)
+            self.writer.write_table(f"side-{name}.parquet", table)
+            self.writer.reserve(name, table.num_rows + 1)
             coded.append(name)
         return coded
 

@@ -220,6 +220,10 @@ class Reader:
         reasons["a time is negative"] = _any_in_row(columns[TIME], lambda v: v < 0)
         largest = self.dataset.info.items
         reasons[f"an item is not in 1 .. {largest}"] = _any_in_row(columns[ITEM], lambda v: (v < 1) | (v > largest))
+        for side in self.dataset.info.sides:
+            if side.name in columns:
+                outside = _outside(columns[side.name], side.cardinality)
+                reasons[f"{side.name} is not in 0 .. {side.cardinality - 1}"] = outside
         bad = np.any(list(reasons.values()), axis=0)
         if not bad.any():
             return columns
@@ -277,6 +281,17 @@ def _any_in_row(column: pa.Array, test: Any) -> NDArray[np.bool_]:
     marked = test(pc.fill_null(values, 1).to_numpy(zero_copy_only=False))
     if marked.any():
         found[_rows(column)[marked]] = True
+    return found
+
+
+def _outside(column: pa.Array, below: int) -> NDArray[np.bool_]:
+    """Rows with a value of a side feature that its table has no row for."""
+    values, rows = column.flatten(), _rows(column)
+    if pa.types.is_list(values.type):
+        values, rows = values.flatten(), rows[_rows(values)]
+    plain = pc.fill_null(values, 0).to_numpy(zero_copy_only=False)
+    found = np.zeros(len(column), dtype=bool)
+    found[rows[(plain < 0) | (plain >= below)]] = True
     return found
 
 

@@ -103,6 +103,10 @@ class DatasetWriter:
         self._writing, self._noting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._working: deque[Future[None]] = deque()
 
+    def reserve(self, side: str, cardinality: int) -> None:
+        """A side feature may have at least so many values, whether they occur or not; before anything is written."""
+        self._cardinality[side] = max(self._cardinality.get(side, 0), cardinality)
+
     def write(self, events: pa.Table) -> None:
         """Add whole users: a table of events, sorted by user and time."""
         begins = np.concatenate([[0], np.flatnonzero(_changes(events[USER])) + 1])

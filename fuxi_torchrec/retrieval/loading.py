@@ -27,7 +27,8 @@ from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.training.checkpoint import BEST, LATEST, CheckpointError, Checkpoints, Info
+from fuxi_torchrec.training.checkpoint import BEST, LATEST, Checkpoints
+from fuxi_torchrec.training.checkpoint_info import CheckpointError, Info
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.run_data import split_of
 from fuxi_torchrec.training.run_directory import ITEMS, KnownItems, RunDirectory

@@ -15,91 +15,30 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from fuxi_torchrec import __version__
-from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.distributed import World, failing_together
 from fuxi_torchrec.durable import crc32_of, write_atomically
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import clipped
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.checkpoint_info import (
+    INFO,
+    CheckpointError,
+    Identity,
+    Info,
+    Progress,
+    check_file,
+    read_info,
+)
 from fuxi_torchrec.training.optimizers import StepOptimizer
 
 logger = get_logger(__name__)
 
-FORMAT = 1
-INFO = "checkpoint.json"
 LATEST, BEST = "latest", "best"
 _PARTIAL = ".partial-"
-_DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a run stands, beside its tensors.
-
-    Attributes:
-        step: steps trained.
-        position: of the next step in the data.
-        total_steps: as planned at the run's first start; schedules run towards it.
-        best_metric, best_step: of the validations so far.
-        validations_since_best: for early stopping.
-    """
-
-    step: int = 0
-    position: Position = field(default_factory=Position)
-    total_steps: int = 0
-    best_metric: float | None = None
-    best_step: int | None = None
-    validations_since_best: int = 0
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a checkpoint belongs to."""
-
-    dataset: str  # fingerprint
-    vocabulary: str  # fingerprint of the known items
-    time_unit: str
-    items: int
-    encoder: str  # fingerprint
-
-    def check(self, found: "Identity", where: Path) -> None:
-        """Refuse a checkpoint of something else."""
-        names = {
-            "time_unit": "the time unit",
-            "dataset": "the dataset's fingerprint",
-            "vocabulary": "the known items",
-            "items": "the number of items",
-            "encoder": "the encoder's configuration",
-        }
-        for name, what in names.items():
-            ours, theirs = getattr(self, name), getattr(found, name)
-            if ours != theirs:
-                raise CheckpointError(
-                    f"{where}: {what} is {theirs!r} in the checkpoint and {ours!r} here: this is another run. Take "
-                    "another --run-dir, and --init-from this one to start from its weights"
-                )
-
-
-@dataclass(frozen=True)
-class Info:
-    """What ``checkpoint.json`` says."""
-
-    progress: Progress
-    identity: Identity
-    metrics: dict[str, float]
-    config: dict[str, Any]
-    world_size: int
-    files: dict[str, tuple[int, int]]  # name -> size, crc32
-    software: str = __version__
-    format: int = FORMAT
 
 
 @dataclass(frozen=True)
@@ -172,7 +111,7 @@ class Checkpoints:
     def amend(self, about: "About") -> None:
         """Change what a complete checkpoint of this step says of itself; call it on one process."""
         path = self.directory / step_name(about.progress.step)
-        old = _read_info(path)
+        old = read_info(path)
         info = about.info(old.world_size, old.files)
         write_atomically(path / INFO, json.dumps(dataclasses.asdict(info), indent=1) + "\n")
         if about.best:
@@ -220,30 +159,40 @@ class Checkpoints:
     def read_info(self, path: Path) -> Info:
         """What a checkpoint says about itself, its files checked: a collective, each process checks some."""
         with failing_together(f"checking {path}"):
-            info = _read_info(path)
+            info = read_info(path)
             for name in sorted(info.files)[self.world.rank :: self.world.size]:
-                _check_file(path, name, *info.files[name])
+                check_file(path, name, *info.files[name])
         return info
 
-    def load(self, path: Path, model: ShardedModel, optimizer: StepOptimizer | None, rows: int | None = None) -> None:
+    def load(self, path: Path, model: ShardedModel, optimizer: StepOptimizer | None, grown: bool = False) -> None:
         """Read weights, and averages if an optimizer is given, into a model: a collective.
 
         Args:
-            rows: of the item table in the checkpoint, where it has fewer than the model's: the others stay as they are.
+            grown: the model's tables may have more rows than the checkpoint's: those stay as they are.
         """
         state = state_of(model, optimizer)
-        if rows is not None:
-            state = {name: clipped(value, rows) if "item_table" in name else value for name, value in state.items()}
         try:
+            if grown:
+                rows = table_rows(path)
+                state = {name: clipped(value, rows[name]) if name in rows else value for name, value in state.items()}
             dcp_load(state, storage_reader=FileSystemReader(path))
         except (CheckpointException, OSError, RuntimeError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: the checkpoint cannot be loaded: {_cause(error)}{self._other(path)}"
-            ) from error
+            other = self._other(path) if optimizer is not None else ""
+            raise CheckpointError(f"{path}: the checkpoint cannot be loaded: {_cause(error)}{other}") from error
 
     def _other(self, path: Path) -> str:
         others = [each.name for each in self.all() if each != path]
         return f"; remove the directory to continue from {others[-1]}" if others else ""
+
+
+def table_rows(path: Path) -> dict[str, int]:
+    """Rows of every table in a checkpoint, by the name of its weight."""
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: about.size[0]
+        for name, about in found.items()
+        if name.startswith("model.") and ".embedding_bags." in name and isinstance(about, TensorStorageMetadata)
+    }
 
 
 def state_of(model: ShardedModel, optimizer: StepOptimizer | None) -> dict[str, Any]:
@@ -262,32 +211,6 @@ def step_name(step: int) -> str:
         'step-000001200'
     """
     return f"step-{step:09d}"
-
-
-def _read_info(path: Path) -> Info:
-    where = path / INFO
-    if not where.exists():
-        raise CheckpointError(f"{where} is missing: {_DAMAGED}")
-    try:
-        plain = json.loads(where.read_text())
-        if plain["format"] != FORMAT:
-            raise CheckpointError(f"{where}: format {plain['format']}, this software reads {FORMAT}")
-        plain["progress"]["position"] = Position(**plain["progress"]["position"])
-        plain["progress"], plain["identity"] = Progress(**plain["progress"]), Identity(**plain["identity"])
-        plain["files"] = {name: tuple(value) for name, value in plain["files"].items()}
-        return Info(**plain)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}; {_DAMAGED}") from None
-
-
-def _check_file(path: Path, name: str, size: int, crc: int) -> None:
-    file = path / name
-    if not file.exists():
-        raise CheckpointError(f"{file} is missing: {_DAMAGED}")
-    if file.stat().st_size != size:
-        raise CheckpointError(f"{file} has {file.stat().st_size} bytes where {size} were written: {_DAMAGED}")
-    if crc32_of(file) != crc:
-        raise CheckpointError(f"{file} has another checksum than when it was written: {_DAMAGED}")
 
 
 def _cause(error: BaseException) -> str:

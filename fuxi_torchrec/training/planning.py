@@ -245,7 +245,9 @@ def changes_that_fit(config: Config, items: int, sides: dict[str, int], cluster:
         try:
             for name in names:
                 changed, machines = options[name](changed, machines)
-            result = estimate(changed, described_tables(changed, items, sides), machines)
+            tables = described_tables(changed, items, sides)
+            result = estimate(changed, tables, machines)
+            estimate(changed, tables, machines, cap=True)  # TorchRec's own opinion
         except ValueError:  # a combination that the configuration or the sharding refuses
             continue
         if result.fits(machines):

@@ -12,7 +12,7 @@ from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan
 from fuxi_torchrec.data.splits import ByTime, LeaveOneOut, Split
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
-from fuxi_torchrec.training.checkpoint import Identity
+from fuxi_torchrec.training.checkpoint_info import Identity
 from fuxi_torchrec.training.run_directory import KnownItems, RunDirectory, RunError
 
 DEFAULT_TOKENS = 16384

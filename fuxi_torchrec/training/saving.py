@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -19,11 +20,14 @@ class Saver:
     Args:
         checkpoints: where to.
         background: go on while a thread writes; its collectives have a group of their own.
+        timeout_seconds: of these collectives.
     """
 
-    def __init__(self, checkpoints: Checkpoints, background: bool) -> None:
+    def __init__(self, checkpoints: Checkpoints, background: bool, timeout_seconds: float) -> None:
         self.checkpoints = checkpoints
-        self._group = dist.new_group(backend="gloo") if background else None
+        self._group: dist.ProcessGroup | None = None
+        if background:
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 

@@ -8,15 +8,14 @@ from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.vocabulary import Vocabulary
 from fuxi_torchrec.distributed import World, failing_together
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
+from fuxi_torchrec.embeddings.tables import ITEM_TABLE
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint import BEST, LATEST, Checkpoints, Identity
+from fuxi_torchrec.training.checkpoint import BEST, LATEST, Checkpoints, state_of, table_rows
+from fuxi_torchrec.training.checkpoint_info import Identity
+from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.run_directory import RunDirectory
 
 logger = get_logger(__name__)
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on."""
 
 
 def start_from(other: Path, model: ShardedModel, own: Identity, dataset: Dataset, world: World) -> None:
@@ -34,15 +33,20 @@ def start_from(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
     if path is None:
         raise TrainingError(f"--init-from {other}: no complete checkpoint there")
     found = checkpoints.read_info(path).identity
+    new: dict[str, int] = {}
     with failing_together(f"comparing {other} with this run"):
         _check(other, found, own, dataset)
-    checkpoints.load(path, model, None, rows=found.items + 1)
+        new = _new_rows(other, path, model)
+    checkpoints.load(path, model, None, grown=True)
     logger.info(
         "started from %s: %d items' rows taken over, %d new ones initialised",
         path,
         found.items,
         own.items - found.items,
     )
+    for name, rows in new.items():
+        if rows and name != ITEM_TABLE:
+            logger.info("%s: %d new rows initialised", name, rows)
 
 
 def agreed(path: Path | None) -> Path | None:
@@ -50,6 +54,21 @@ def agreed(path: Path | None) -> Path | None:
     seen: list[Path | None] = [path]
     dist.broadcast_object_list(seen, 0)
     return seen[0]
+
+
+def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:
+    """By table, how many rows this run has beyond the checkpoint's; an error if it has fewer."""
+    found, saved = {}, table_rows(path)
+    for name, value in state_of(model, None).items():
+        if name in saved:
+            table = name.split(".")[-2]
+            found[table] = value.size(0) - saved[name]
+            if found[table] < 0:
+                raise TrainingError(
+                    f"--init-from {other}: {table} has {saved[name]} rows there and {value.size(0)} here: prepare the "
+                    "dataset with --extend over that run's, so that old values keep their rows"
+                )
+    return found
 
 
 def _check(other: Path, found: Identity, own: Identity, dataset: Dataset) -> None:

@@ -23,16 +23,18 @@ from fuxi_torchrec.data.vocabulary import Vocabulary
 from fuxi_torchrec.distributed import World, failing_together
 from fuxi_torchrec.durable import write_atomically
 from fuxi_torchrec.embeddings.pipeline import ShardedModel, make_pipeline
-from fuxi_torchrec.embeddings.sharding import check_shardable, describe, initialise, plan_to_json, shard
-from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint import (
-    LATEST,
-    About,
-    CheckpointError,
-    Checkpoints,
-    Progress,
-    state_of,
+from fuxi_torchrec.embeddings.sharding import (
+    check_shardable,
+    describe,
+    initialise,
+    local_parts,
+    plan_to_json,
+    shard,
 )
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.checkpoint import LATEST, About, Checkpoints, state_of
+from fuxi_torchrec.training.checkpoint_info import CheckpointError, Progress
+from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.feed import Feed, Step, StepMaker
 from fuxi_torchrec.training.interruption import StopRequest, Watchdog
 from fuxi_torchrec.training.model import SequenceModel
@@ -40,7 +42,7 @@ from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
 from fuxi_torchrec.training.run_data import RunData, plan_of
 from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, SUMMARY, RunDirectory
 from fuxi_torchrec.training.saving import Saver
-from fuxi_torchrec.training.start_from import TrainingError, agreed, start_from
+from fuxi_torchrec.training.start_from import agreed, start_from
 from fuxi_torchrec.training.validation import sample_users, validate
 from fuxi_torchrec.training.watch import Watch, peak_memory_mb
 
@@ -97,12 +99,13 @@ class Trainer:
         self.model, self.plan = self._build()
         self.optimizer = StepOptimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
-        self.saver = Saver(self.checkpoints, config.checkpoint.background)
+        self.saver = Saver(self.checkpoints, config.checkpoint.background, config.distributed.timeout_seconds)
         self.stop = stop or StopRequest()
         self.identity = self.data.identity(config)
         self.progress = self._restore(init_from)
-        self._validated_at = -1
         self._saved_at = self.progress.step  # loaded from there
+        self._users: list[int] = []  # of the last step
+        self._validated: dict[str, float] = {}
         self.pauses: list[float] = []  # of training, for each save
         with failing_together("writing down the run"):  # nothing was refused
             if world.rank == 0:
@@ -155,13 +158,19 @@ class Trainer:
     def train(self) -> dict[str, Any]:
         """Train to the end; the summary."""
         config, began = self.config, time.monotonic()
+        watch = Watch(config, self.directory, self.world, self.progress)
+        if self._validation_missed():
+            _, saved = self._validate(watch)
+            if not saved and self._finished():
+                self.save(self._validated)
+            self.saver.wait()
         if self._finished():
             logger.info("nothing to do: the run is at step %d", self.progress.step)
+            watch.close()
             return self._summary(0.0, 0)
         feed = Feed(self._steps(), self.data.tables.needs_equal_bags)
         pipeline = make_pipeline(config.train.pipeline, self.model, self.optimizer, self.world.device)
         self.optimizer.current = lambda: feed.waiting[0]
-        watch = Watch(config, self.directory, self.world, self.progress)
         self.model.train()
         logger.info(
             "%d users, %d known items, about %d steps an epoch, busiest process %.2f times the mean",
@@ -173,6 +182,10 @@ class Trainer:
         watchdog = Watchdog(config.distributed.timeout_seconds * 0.9)
         try:
             events = self._loop(pipeline, feed, watch, watchdog)
+        except Exception:
+            with contextlib.suppress(Exception):
+                self.saver.wait()  # an earlier step's checkpoint may be almost there
+            raise
         finally:
             watchdog.stop()
         watch.close()
@@ -200,7 +213,7 @@ class Trainer:
                     stopped, saved = self._validate(watch)
             if not saved and every is not None and self.progress.step % every == 0:
                 self.save()
-        if self._validates() and self._validated_at != self.progress.step:
+        if self._validates() and self.progress.validated_step != self.progress.step:
             with _detached(pipeline):
                 self._validate(watch)
         self.save()
@@ -212,15 +225,16 @@ class Trainer:
         logger.warning("asked to stop: saving step %d and leaving", self.progress.step)
         self.save()
         self.saver.wait()
-        if self.world.rank == 0:
-            note = {"step": self.progress.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-            write_atomically(self.directory.path / PREEMPTED, json.dumps(note) + "\n")
+        with failing_together("noting the end"):
+            if self.world.rank == 0:
+                note = {"step": self.progress.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+                write_atomically(self.directory.path / PREEMPTED, json.dumps(note) + "\n")
 
     def _finished(self) -> bool:
         limit = self.config.train.max_steps
-        return self.progress.position.epoch >= self.config.train.epochs or (
-            limit is not None and self.progress.step >= limit
-        )
+        if limit is not None and self.progress.step >= limit:
+            return True
+        return self.progress.position.epoch >= self.config.train.epochs or self._stops_early()
 
     def _steps(self) -> Iterator[Step]:
         config = self.config
@@ -261,19 +275,34 @@ class Trainer:
         totals = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(totals)
         loss, all_events, asked, failed = totals.tolist()
+        norm = self.optimizer.norm
         if not math.isfinite(loss):
-            self._stop_on_nan(loss, summed, users)
+            self._stop(f"the loss of step {self.progress.step + 1} is {loss}", summed, users)
+        if norm is not None and not math.isfinite(norm):
+            self._stop(f"the norm of the gradients of step {self.progress.step + 1} is {norm}", summed, users)
+        self._users = users
         return _Done(loss, int(all_events), about.end, asked > 0, failed > 0)
 
-    def _stop_on_nan(self, loss: float, own: float, users: list[int]) -> None:
-        path = self.directory.path / f"failed-step-{self.progress.step + 1}-rank-{self.world.rank}.json"
+    def _check_finite(self) -> None:
+        """Weights that are not finite must not take a good checkpoint's place: a collective."""
+        values = [part.tensor for part in local_parts(self.model)]
+        values += [value for name, value in self.model.named_parameters() if ".embedding_bags." not in name]
+        bad = torch.tensor(float(not all(bool(value.isfinite().all()) for value in values)))
+        dist.all_reduce(bad)
+        if bad > 0:
+            self._stop(f"after step {self.progress.step} weights are not finite", math.nan, self._users)
+
+    def _stop(self, why: str, own: float, users: list[int]) -> None:
+        """Write down whose events the step had, and raise, on every process."""
+        step = self.progress.step + 1
+        path = self.directory.path / f"failed-step-{step}-rank-{self.world.rank}.json"
         write_atomically(path, json.dumps({"own_loss": str(own), "user_rows": users}) + "\n")
         with contextlib.suppress(CheckpointError):
             self.saver.wait()  # of a step before this one
         last = self.checkpoints.find(LATEST)
         raise TrainingError(
-            f"the loss of step {self.progress.step + 1} is {loss}: training stops. The rows of the batch's users are "
-            f"in {path.parent}/failed-step-{self.progress.step + 1}-rank-*.json; "
+            f"{why}: training stops. The rows of the batch's users are "
+            f"in {path.parent}/failed-step-{step}-rank-*.json; "
             f"{f'{last.name} is the last checkpoint' if last else 'there is no checkpoint yet'}. A lower "
             "optimizer.lr, optimizer.clip_norm or a warm-up usually helps: they need a new --run-dir, and --init-from "
             "this one keeps its weights"
@@ -289,6 +318,7 @@ class Trainer:
                 if self.world.rank == 0 and metrics:
                     self.checkpoints.amend(about)
             return
+        self._check_finite()
         self.pauses.append(self.saver.save(state_of(self.model, self.optimizer), about))
         self._saved_at = self.progress.step
 
@@ -298,6 +328,16 @@ class Trainer:
         data = self.config.data
         nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
         return self.config.validation.every_epochs is not None and not nothing_held_out
+
+    def _stops_early(self) -> bool:
+        patience = self.config.validation.patience
+        return patience is not None and self.progress.validations_since_best >= patience
+
+    def _validation_missed(self) -> bool:
+        """Whether a run that was stopped had no time for the validation of its last step."""
+        if not self._validates() or self.progress.step in (0, self.progress.validated_step):
+            return False
+        return self._finished() or self._validation_due()
 
     def _validation_due(self) -> bool:
         if not self._validates():
@@ -309,7 +349,8 @@ class Trainer:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
         metrics = self.validate()
-        self._validated_at = self.progress.step
+        self._validated = metrics
+        self.progress = dataclasses.replace(self.progress, validated_step=self.progress.step)
         value = metrics[wanted.metric]
         best = self.progress.best_metric is None or value > self.progress.best_metric
         if best:
@@ -322,7 +363,7 @@ class Trainer:
         watch.validated(self.progress.step, metrics)
         if best:
             self.save(metrics, best=True)
-        stop = wanted.patience is not None and self.progress.validations_since_best >= wanted.patience
+        stop = self._stops_early()
         if stop:
             logger.info(
                 "stopping early: %s did not improve in %d validations; best %.4f at step %s",

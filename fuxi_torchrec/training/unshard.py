@@ -1,5 +1,6 @@
 """A checkpoint as plain tensors: read on one process, without TorchRec."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -8,9 +9,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+
+from fuxi_torchrec.training.checkpoint_info import CheckpointError, check_file, read_info
 
 WEIGHTS, CONFIG, ITEMS = "model.safetensors", "config.yaml", "items.parquet"
 
@@ -42,7 +46,10 @@ def read_plain(checkpoint: Path) -> dict[str, Tensor]:
         for name, about in sizes.items()
         if isinstance(about, TensorStorageMetadata)
     }
-    load(dict(state), storage_reader=reader, no_dist=True)
+    try:
+        load(dict(state), storage_reader=reader, no_dist=True)
+    except CheckpointException as error:  # not an Exception
+        raise CheckpointError(f"{checkpoint}: the checkpoint cannot be read: {error}") from None
     return {str(plain_name(name)): value for name, value in state.items()}
 
 
@@ -50,18 +57,16 @@ def unshard(run: Path, checkpoint: Path, output: Path) -> dict[str, Tensor]:
     """Write a checkpoint's weights as one safetensors file, with the run's configuration and items beside it."""
     if output.exists():
         raise FileExistsError(f"{output} exists: name a new directory")
+    info = read_info(checkpoint)
+    for name, (size, crc) in info.files.items():
+        check_file(checkpoint, name, size, crc)
     weights = read_plain(checkpoint)
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    metadata = {"checkpoint": checkpoint.name, "progress": json.dumps(_progress(checkpoint))}
+    metadata = {"checkpoint": checkpoint.name, "progress": json.dumps(dataclasses.asdict(info.progress))}
     save_file(weights, aside / WEIGHTS, metadata)
     for name in (CONFIG, ITEMS):
         shutil.copyfile(run / name, aside / name)
     aside.rename(output)
     return weights
-
-
-def _progress(checkpoint: Path) -> dict[str, object]:
-    found: dict[str, object] = json.loads((checkpoint / "checkpoint.json").read_text())["progress"]
-    return found

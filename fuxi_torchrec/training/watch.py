@@ -9,7 +9,7 @@ import torch
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.distributed import World, failing_together
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint import Progress
+from fuxi_torchrec.training.checkpoint_info import Progress
 from fuxi_torchrec.training.progress import ProgressLine
 from fuxi_torchrec.training.run_directory import RunDirectory
 
@@ -31,17 +31,21 @@ class Watch:
         self.active = world.rank == 0
         self._line = ProgressLine(progress.total_steps) if self.active else None
         self._board: Any = None
-        if self.active and config.logging.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+        with failing_together("opening TensorBoard's files"):
+            if self.active and config.logging.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(directory.tensorboard), purge_step=progress.step + 1)
+                self._board = SummaryWriter(str(directory.tensorboard), purge_step=progress.step + 1)
         self._events, self._since = 0, time.monotonic()
+        self._unsaid: tuple[Progress, float, float, float | None] | None = None  # about the last step
 
     def step(self, progress: Progress, loss: float, events: int, share: float, norm: float | None) -> None:
         """A step was trained, at this share of the learning rate and with this norm of the gradients."""
         self._events += events
-        if progress.step % self.config.logging.every_steps:
+        if progress.step % self.config.logging.every_steps and progress.step > 1:
+            self._unsaid = (progress, loss, share, norm)
             return
+        self._unsaid = None
         with failing_together("writing metrics"):
             if self.active:
                 self._log_step(progress, loss, share, norm)
@@ -83,7 +87,10 @@ class Watch:
         )
 
     def close(self) -> None:
-        """At the end."""
+        """At the end: the last step is always said."""
+        with failing_together("writing metrics"):
+            if self.active and self._unsaid is not None:
+                self._log_step(*self._unsaid)
         if self._line is not None:
             self._line.close()
         if self._board is not None:

@@ -11,6 +11,7 @@ from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows
 from fuxi_torchrec.data.vocabulary import Vocabulary
+from fuxi_torchrec.data.writer import DatasetWriter
 
 
 @pytest.fixture
@@ -94,6 +95,27 @@ def test_bad_rows_are_named_with_file_row_and_reason(tmp_path, kind, caplog):
     assert np.diff(block.offsets).tolist() == [2, 0, 1]
     assert block.items.tolist() == [1, 2, 5]
     assert sum(reader.bad_rows.values()) == 1
+
+
+@pytest.mark.parametrize(
+    "values", [[[0], [3, 4]], [[0], [-1, 1]], [[[0]], [[3], [1, 4]]]], ids=["above", "below", "list"]
+)
+def test_a_side_value_without_a_row_is_a_bad_row(tmp_path, values):
+    nested = isinstance(values[0][0], list)
+    kind = pa.list_(pa.list_(pa.int64())) if nested else pa.list_(pa.int64())
+    good = [[[0]], [[3], [1, 2]]] if nested else [[0], [3, 1]]
+    with DatasetWriter(tmp_path / "set", "s", {}) as out:
+        columns = {"user_id": [7, 8, 8], "item": [1, 2, 3], "timestamp": [5, 6, 7], "size": [*good[0], *good[1]]}
+        out.write(pa.table(columns))
+        out.write_table("items.parquet", pa.table({"item_id": [1, 2, 3], "index": [1, 2, 3], "count": [1, 1, 1]}))
+        out.finish(3, {}, frozenset())
+    dataset = Dataset.open(tmp_path / "set")
+    Reader(dataset, ["size"]).block(0)
+    path = dataset.file("part-00000.parquet")
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(table.schema.get_field_index("size"), "size", pa.array(values, kind)), path)
+    with pytest.raises(DataError, match=r"1 bad rows, the first is row 1: size is not in 0 \.\. 3"):
+        Reader(dataset, ["size"]).block(0)
 
 
 def test_a_directory_without_a_description_is_no_dataset(tmp_path):

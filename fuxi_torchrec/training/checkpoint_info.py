@@ -1,0 +1,110 @@
+"""What a checkpoint says of itself: ``checkpoint.json``, and the checksums of its files."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fuxi_torchrec import __version__
+from fuxi_torchrec.data.schedule import Position
+from fuxi_torchrec.durable import crc32_of
+
+FORMAT = 1
+INFO = "checkpoint.json"
+_DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, beside its tensors.
+
+    Attributes:
+        step: steps trained.
+        position: of the next step in the data.
+        total_steps: as planned at the run's first start; schedules run towards it.
+        best_metric, best_step: of the validations so far.
+        validations_since_best: for early stopping.
+        validated_step: of the last validation.
+    """
+
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    total_steps: int = 0
+    best_metric: float | None = None
+    best_step: int | None = None
+    validations_since_best: int = 0
+    validated_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint belongs to."""
+
+    dataset: str  # fingerprint
+    vocabulary: str  # fingerprint of the known items
+    time_unit: str
+    items: int
+    encoder: str  # fingerprint
+
+    def check(self, found: "Identity", where: Path) -> None:
+        """Refuse a checkpoint of something else."""
+        names = {
+            "time_unit": "the time unit",
+            "dataset": "the dataset's fingerprint",
+            "vocabulary": "the known items",
+            "items": "the number of items",
+            "encoder": "the encoder's configuration",
+        }
+        for name, what in names.items():
+            ours, theirs = getattr(self, name), getattr(found, name)
+            if ours != theirs:
+                raise CheckpointError(
+                    f"{where}: {what} is {theirs!r} in the checkpoint and {ours!r} here: this is another run. Take "
+                    "another --run-dir, and --init-from this one to start from its weights"
+                )
+
+
+@dataclass(frozen=True)
+class Info:
+    """What ``checkpoint.json`` says."""
+
+    progress: Progress
+    identity: Identity
+    metrics: dict[str, float]
+    config: dict[str, Any]
+    world_size: int
+    files: dict[str, tuple[int, int]]  # name -> size, crc32
+    software: str = __version__
+    format: int = FORMAT
+
+
+def read_info(path: Path) -> Info:
+    """What a checkpoint says of itself; its files are not looked at."""
+    where = path / INFO
+    if not where.exists():
+        raise CheckpointError(f"{where} is missing: {_DAMAGED}")
+    try:
+        plain = json.loads(where.read_text())
+        if plain["format"] != FORMAT:
+            raise CheckpointError(f"{where}: format {plain['format']}, this software reads {FORMAT}")
+        plain["progress"]["position"] = Position(**plain["progress"]["position"])
+        plain["progress"], plain["identity"] = Progress(**plain["progress"]), Identity(**plain["identity"])
+        plain["files"] = {name: tuple(value) for name, value in plain["files"].items()}
+        return Info(**plain)
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}; {_DAMAGED}") from None
+
+
+def check_file(path: Path, name: str, size: int, crc: int) -> None:
+    """Refuse a file that is not as it was written."""
+    file = path / name
+    if not file.exists():
+        raise CheckpointError(f"{file} is missing: {_DAMAGED}")
+    if file.stat().st_size != size:
+        raise CheckpointError(f"{file} has {file.stat().st_size} bytes where {size} were written: {_DAMAGED}")
+    if crc32_of(file) != crc:
+        raise CheckpointError(f"{file} has another checksum than when it was written: {_DAMAGED}")

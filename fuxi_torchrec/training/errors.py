@@ -1,0 +1,5 @@
+"""What ends a training run."""
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on."""
