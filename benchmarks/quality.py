@@ -30,7 +30,7 @@ VARIANTS = {"whole": [], "without temporal": ["model.use_temporal=false"]}
 def synthetic(seed: int) -> SyntheticConfig:
     """The demo's set."""
     return SyntheticConfig(
-        4000, seed, items=200, groups=10, median_length=200, length_sigma=1.2, window=10, drift_days=40
+        *(4000, seed, 200, 10), median_length=200, length_sigma=1.2, window=10, drift_days=40, repeat=0.1
     )
 
 

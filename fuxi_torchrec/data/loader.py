@@ -4,7 +4,7 @@ A position is an epoch and a step, and a step's sequences follow from these two 
 positions is enough: it keeps the order, its workers carry no state, and to resume is to begin at another step.
 """
 
-import signal
+import os
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -139,10 +139,9 @@ class Loader:
 def _begin_worker(number: int) -> None:
     """In a worker: launchers signal whole process groups, but it is for the process that trains to say when to stop.
 
-    It saves first, and its workers end with it.
+    It saves first, and its workers end with it: they notice when it is gone.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setpgrp()
     _share_cache(number)
 
 
