@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -91,6 +92,10 @@ class Run:
             except (json.JSONDecodeError, KeyError):  # being written
                 continue
         return 0
+
+    def resumptions(self) -> list[int]:
+        """The steps from which the job says that it went on, in order."""
+        return [int(step) for step in re.findall(r"resumed from step-(\d+)", self.log.read_text(errors="replace"))]
 
     def holder(self) -> str:
         """Who holds the lock: another process after a restart."""
@@ -176,7 +181,7 @@ def kill(run: Run, process: "subprocess.Popen[bytes]", processes: int, in_save: 
     workers = sorted(pid for pid in descendants(process.pid) if is_worker(pid))
     rank = draw.randrange(len(workers))
     holder, inode = run.holder(), run.inode()
-    during, complete = run.saving(), latest(run.path)
+    during, complete, before = run.saving(), latest(run.path), len(run.resumptions())
     strike(workers[rank])
     began, step = time.monotonic(), run.step()
 
@@ -188,8 +193,11 @@ def kill(run: Run, process: "subprocess.Popen[bytes]", processes: int, in_save: 
         return True
 
     wait(restarted, process, run)
-    resumed_from = max(0, latest(run.path))
-    wait(lambda: run.inode() != inode and run.step() > resumed_from, process, run)
+    wait(lambda: run.inode() != inode, process, run)  # the metrics are cut where training goes on
+    if complete >= 0:
+        wait(lambda: len(run.resumptions()) > before, process, run)
+    resumed_from = run.resumptions()[-1] if len(run.resumptions()) > before else 0
+    wait(lambda: run.step() > resumed_from, process, run)
     seconds = time.monotonic() - began
     return Kill(processes, rank, step, during, resumed_from, step - resumed_from, max(0, complete), seconds)
 
