@@ -61,7 +61,7 @@ def test_queries_come_from_every_file(tmp_path):
 
 
 def test_an_approximate_index_searches_harder_until_enough_is_found(items, monkeypatch):
-    paths, vectors, ids = items
+    paths, _, ids = items
     monkeypatch.setattr(indices, "_SEARCH_EFFORT", 8)
     monkeypatch.setattr(indices, "_BUILD_EFFORT", 4)
     monkeypatch.setattr(indices, "_LINKS", 4)
