@@ -1,8 +1,8 @@
 """Users as they are now: what the export has of them, what they did since, and states of the latest in memory."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,10 +126,20 @@ class LiveUsers:
         self.recent.pop(user, None)
         self._cache.pop(user, None)
 
-    def is_stored(self, event: Event) -> bool:
-        """Whether the export has an event, or later ones of its user; needs the lock."""
-        row = self.stored_row(event.user_id)
-        return row is not None and self.stored.events[row] > 0 and bool(event.timestamp <= self.stored.last_time[row])
+    def stored_ties(self, users_at: Iterable[tuple[UserId, int]]) -> dict[tuple[UserId, int], Counter[int]]:
+        """Of users and times: where that is the user's last time in the export, the items it has of that time."""
+        rows = {
+            (user, time): row
+            for user, time in users_at
+            if (row := self.stored.row.get(user)) is not None
+            and self.stored.events[row]
+            and self.stored.last_time[row] == time
+        }
+        ties = {}
+        for (user, time), row in sorted(rows.items(), key=lambda pair: pair[1]):  # in the order of the files
+            history = self.stored.histories(np.array([row]))
+            ties[user, time] = Counter(history.items[history.times == time].tolist())
+        return ties
 
     def forget_less(self) -> None:
         """Keep of the forgotten users only those that the export has, counted once; needs the lock."""

@@ -326,7 +326,7 @@ class Recommender:
 
     def _replay(self, content: LogContent) -> None:
         """Bring back what was appended. On another export than the log was begun with, what that one has is left out:
-        events up to the user's last one there.
+        events before the user's last one there, and of those at the same time as many of an item as it has.
         """
         about = _about(self.bundle)
         kinds = ("user_id_type", "item_id_type", "time_unit")
@@ -337,24 +337,30 @@ class Recommender:
             )
         same = content.about == {"version": content.about["version"], **about}
         covered, torn = 0, False
+        # what the export has of a user's last time there; more of that time came after it was made
+        events = () if same else (packed for record in content.records for packed in record.get("events", ()))
+        ties = self.users.stored_ties((user, time) for user, _, time, *_ in events)
         for record in content.records:
             for user in record.get("forget", ()):
                 self.users.forget(user)
                 torn = True
             for packed in record.get("events", ()):
                 event = Event(*packed)
-                last = self.users.last_time(event.user_id)
-                if event.timestamp < last or (not same and self.users.is_stored(event)):
+                (item,) = self._catalogue.find_few([event.item_id])
+                tied = ties.get((event.user_id, event.timestamp))
+                if event.timestamp < self.users.last_time(event.user_id):
+                    covered += 1
+                elif tied is not None and tied[item] and event.user_id not in self.users.forgotten:
+                    tied[item] -= 1
                     covered += 1
                 else:
-                    (item,) = self._catalogue.find_few([event.item_id])
                     self.users.add(event, item)
         if covered:
             logger.info("append log: %d events are part of this export already", covered)
         if self._log is not None and (torn or not same):
             # what was forgotten, and what the export has, does not stay on disk
             self.users.forget_less()
-            self._log.rewrite(about, self._compacted())
+            self._log.rewrite(about, self._compacted(), keep_old=not torn)
 
     def _compacted(self) -> Iterable[Record]:
         if self.users.forgotten:

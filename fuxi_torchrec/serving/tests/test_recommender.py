@@ -14,7 +14,7 @@ import torch
 
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.serving import append_log
-from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
+from fuxi_torchrec.serving.append_log import LOCK_FILE, LOG_FILE, OLD_FILE, read_log
 from fuxi_torchrec.serving.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
 from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
 from fuxi_torchrec.serving.encoding import UserModel
@@ -300,6 +300,52 @@ def test_the_log_goes_on_with_the_next_export(tmp_path):
         after = recommender.recommend([1, 2], last + DAY, 5)
     assert [answer.items for answer in after] == [answer.items for answer in before]
     assert read_log(tmp_path / "log").records == [{"events": [[1, 1003, last + 9]]}]
+
+
+def test_events_of_one_time_are_kept_when_the_next_export_has_only_the_first(tmp_path):
+    _log, last = log_export(tmp_path)
+    time = last + 7
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([3, 3, 4], [1001, 7, 1009], [time] * 3)  # 7 is an item that nobody knows
+        refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+        recommender.append([3, 3, 3, 3], [1002, 1001, 8, 1003], [time, time, time, time + 1])
+        before = recommender.recommend([3, 4], time + DAY, 5)
+    for _ in range(2):  # and after a restart
+        with Recommender.load(tmp_path / "y", log_dir=tmp_path / "log") as recommender:
+            assert [event.item_id for event in recommender.users.recent[3].raw] == [1002, 1001, 8, 1003]
+            after = recommender.recommend([3, 4], time + DAY, 5)
+        assert [(answer.items, answer.events) for answer in after] == [
+            (answer.items, answer.events) for answer in before
+        ]
+
+
+def test_the_log_before_a_change_of_exports_is_kept(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1, 2], [1001, 1002], [last + 1, last + 2])
+        before = recommender.recommend([1, 2], last + DAY, 5)
+    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    whole = (tmp_path / "log" / LOG_FILE).read_bytes()
+    for _ in range(2):  # a restart leaves it alone
+        Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
+        assert (tmp_path / "log" / OLD_FILE).read_bytes() == whole
+    # back to the export before
+    os.replace(tmp_path / "log" / OLD_FILE, tmp_path / "log" / LOG_FILE)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        assert recommender.recommend([1, 2], last + DAY, 5) == before
+
+
+def test_an_old_log_keeps_nothing_of_forgotten_users(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1, 2], [1001, 1002], [last + 1, last + 2])
+    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    with Recommender.load(tmp_path / "y", log_dir=tmp_path / "log") as recommender:
+        assert (tmp_path / "log" / OLD_FILE).exists()
+        recommender.forget([1])
+    Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [LOG_FILE, LOCK_FILE]
+    assert b"1001" not in (tmp_path / "log" / LOG_FILE).read_bytes()
 
 
 def test_a_log_of_other_ids_is_refused(tmp_path):
