@@ -79,7 +79,8 @@ def tuned(index: Any, about: dict[str, Any], queries: Vectors, exact: Vectors, p
 
     found = recall(index, queries, exact, paths)
     if about["kind"] == "hnsw":
-        graph = faiss.downcast_index(index.index).hnsw
+        inner: Any = faiss.downcast_index(index.index)
+        graph = inner.hnsw
         while found < _RECALL and graph.efSearch < _MOST_EFFORT:
             graph.efSearch *= 2
             found = recall(index, queries, exact, paths)
