@@ -27,6 +27,7 @@ from fuxi_torchrec.serving.tests.exports import (
     export_of,
     histories_of,
     random_log,
+    users_of,
 )
 from fuxi_torchrec.serving.tests.threads import mixed_operations
 
@@ -283,6 +284,45 @@ def test_forgetting_leaves_nothing_on_disk_after_a_restart(tmp_path):
         assert recommender.recommend([1], last, 5) == [back]
     records = read_log(tmp_path / "x.log").records
     assert records == [{"forget": [1]}, {"events": [[1, 1005, last - 10 * DAY]]}]
+
+
+def test_a_refresh_from_the_log_leaves_nothing_of_forgotten_users(tmp_path):
+    log, last = log_export(tmp_path)
+    gone, back, other = [user for user in range(8) if len(log.of(user)) >= 20][:3]  # they have states
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([gone, back, 70], [1001, 1002, 1003], [last + 1] * 3)
+        recommender.forget([gone, back, 70])
+        recommender.append([back, other], [1004, 1005], [last - 9 * DAY, last + 2])  # a new user's first event
+        answers = recommender.recommend([gone, back, other], last + DAY, 5)
+    summary = refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    assert (summary.forgotten_users, summary.new_users, summary.late_events) == (2, 1, 0)
+    found = users_of(tmp_path / "y")
+    assert found.keys() == set(range(8)) - {gone}
+    assert found[back].history.items.tolist() == [4] and found[back].row["anchor_count"] == 0
+    for log_dir in ("fresh", "log"):
+        with Recommender.load(tmp_path / "y", log_dir=tmp_path / log_dir) as recommender:
+            now = recommender.recommend([gone, back, other], last + DAY, 5)
+        assert [(a.known, a.events, a.items) for a in now] == [(a.known, a.events, a.items) for a in answers]
+    # once more on the new export: recognised
+    again = refresh(tmp_path / "y", saved_log(tmp_path, gone, back, last, other), tmp_path / "z")
+    assert again.applied_before and users_of(tmp_path / "z").keys() == found.keys()
+
+
+def saved_log(tmp_path, gone, back, last, other):
+    """A log with the same forgotten users and later events."""
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "same") as recommender:
+        recommender.append([70], [1001], [last])
+        recommender.forget([70, gone, back])
+        recommender.append([back, other], [1004, 1005], [last - 9 * DAY, last + 2])
+    return tmp_path / "same"
+
+
+def test_a_log_that_only_forgets_makes_an_export_without_these_users(tmp_path):
+    log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.forget([5])
+    assert refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y").forgotten_users == 1
+    assert users_of(tmp_path / "y").keys() == set(range(8)) - {5}
 
 
 def test_the_log_goes_on_with_the_next_export(tmp_path):
