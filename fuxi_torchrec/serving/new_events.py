@@ -17,7 +17,7 @@ from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.sources import find_files, literal, quote
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
-from fuxi_torchrec.serving.bundle import Bundle, Manifest, SideTable
+from fuxi_torchrec.serving.bundle import ITEMS, SIDES, Bundle, Manifest, SideTable
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary, side_values
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
 from fuxi_torchrec.serving.parts import ID_TYPES, combined
@@ -71,8 +71,9 @@ def read_events(
     """Read a file, the files below a directory, those of a glob, or the log directory of a Recommender.
 
     Times are in the export's unit, or timestamps. Side features are columns of their names, with the text values that
-    the export knows, or with dense indices.
+    the export knows, or with dense indices. The export's files that this needs are checked first.
     """
+    bundle.check(ITEMS, SIDES)
     manifest, values = bundle.manifest, side_values(bundle)
     forgotten = pa.array([], ID_TYPES[manifest.user_id_type])
     if (Path(path) / LOG_FILE).exists():

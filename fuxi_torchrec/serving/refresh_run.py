@@ -97,6 +97,7 @@ class RefreshRun:
         events, ids, renewed = self._wanted_events()
         numbers = [part_number(path) for path in self.bundle.parts(USERS)]
         with clock("reading"):
+            self.bundle.check(USERS)
             members = [read_users(self._path(USERS, number), (), embedding=False).ids for number in numbers]
         again = pa.array(_mask(ids, renewed))  # they start anew, as users that are not there
         # where each touched user is
@@ -168,13 +169,11 @@ class RefreshRun:
             forgotten: rows that go.
             new_ids, new_events: users that come.
         """
-        users_path = self._path(USERS, number)
         if not (len(touched) or forgotten.any() or len(new_ids) or self.requery_all):
             self._link_part(number)
             return
         with self.clock("reading"):
-            check_file(users_path, self.manifest.files[part_name(USERS, number)], contents=True)
-            users = read_users(users_path)
+            users = read_users(self._path(USERS, number))
             if not len(users):
                 users = Users.new(users.ids, self.manifest.dimension)
         on_time = events.times >= np.repeat(

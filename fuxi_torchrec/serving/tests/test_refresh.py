@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, Bundle, ExportError
+from fuxi_torchrec.serving.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError
 from fuxi_torchrec.serving.demo import DAY, START, DemoExport
 from fuxi_torchrec.serving.parts import part_name
 from fuxi_torchrec.serving.refresh import refresh
@@ -174,15 +174,21 @@ def test_a_damaged_state_is_encoded_again(tmp_path):
     check_equals_full_export(tmp_path / "b", new, DEMO, range(12))
 
 
-@pytest.mark.parametrize("folder", [USERS, HISTORIES])
-def test_damaged_files_are_refused(tmp_path, folder):
-    _, last = small(tmp_path)
-    path = tmp_path / "a" / part_name(folder, 0)
+@pytest.mark.parametrize(
+    "name",
+    [part_name(USERS, 0), part_name(USERS, 2), part_name(HISTORIES, 0), part_name(ITEMS, 0), "sides/action.parquet"],
+)
+def test_damaged_files_are_refused(tmp_path, name):
+    demo = replace(DEMO, sides=SIDES, text_sides=("action",))
+    log = random_log(np.random.default_rng(1), demo, range(12), 20)
+    export_of(tmp_path / "a", log, range(12), demo)
+    path = tmp_path / "a" / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    events = Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
-    with pytest.raises(ExportError, match=r"part-00000.parquet has another checksum"):
+    last = max(row[2] for row in log.rows)
+    events = Log([(0, 1001, last, {"action": "value-1", "tags": [1]})]).write(tmp_path / "e.parquet", SIDES)
+    with pytest.raises(ExportError, match=f"{name} has another checksum"):
         refresh(tmp_path / "a", events, tmp_path / "b")
     assert not (tmp_path / "b").exists() and not list(tmp_path.glob(".b*"))
 
