@@ -204,6 +204,17 @@ def test_an_output_is_never_written_over(tmp_path):
         refresh(tmp_path / "a", events, tmp_path / "c")
 
 
+@pytest.mark.parametrize("new", [-5, 9])
+def test_nobody_is_asked_before_an_event_that_is_known(tmp_path, new):
+    _, last = small(tmp_path)
+    events = Log([(0, 1001, last + new, {})]).write(tmp_path / "e.csv")
+    latest = max(last, last + new)
+    with pytest.raises(ExportError, match=rf"as_of {latest - 1} \(.*\) is before {latest} "):
+        refresh(tmp_path / "a", events, tmp_path / "b", as_of=latest - 1)
+    assert not list(tmp_path.glob("*b"))
+    assert refresh(tmp_path / "a", events, tmp_path / "b", as_of=latest).as_of == latest
+
+
 def test_two_refreshes_into_one_output(tmp_path):
     _, last = small(tmp_path)
     events = Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
