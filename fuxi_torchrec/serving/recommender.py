@@ -157,6 +157,8 @@ class Recommender:
     ) -> Answer:
         """The best items after a history that nobody stores: an anonymous session.
 
+        The last ``max_length`` events count, as for users of an export.
+
         Args:
             items: raw ids; unknown ones count as "an item I do not know".
             timestamps: rising, in the export's unit.
@@ -176,7 +178,7 @@ class Recommender:
         self._checks.time(time, "time")
         self._checks.k(k)
         indices = self._catalogue.find_few(items)
-        history = self.users.history(indices, events, [len(events)])
+        history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
         request = Request("", time, k, exclude_seen)
         (answer,) = self._answers(
             [request], self._model.encode(history), [True], [history.items if exclude_seen else None]

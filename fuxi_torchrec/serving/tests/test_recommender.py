@@ -174,6 +174,18 @@ def test_a_history_that_nobody_stores(tmp_path):
             recommender.recommend_history([1001, 1002], [last], last, 5)
 
 
+def test_a_long_history_that_nobody_stores_counts_from_the_same_event_on(tmp_path):
+    log, last = log_export(tmp_path, most=120)
+    user = next(user for user in range(8) if len(log.of(user)) > 70)  # of which 48 are encoded
+    items, times = [row[1] for row in log.of(user)], [row[2] for row in log.of(user)]
+    with Recommender.load(tmp_path / "x") as recommender:
+        for seen in (False, True):
+            (stored,) = recommender.recommend([user], last, 30, seen)
+            answer = recommender.recommend_history(items, times, last, 30, seen)
+            assert (answer.items, answer.events) == (stored.items, stored.events) and answer.events == 48
+            assert answer.scores == pytest.approx(stored.scores, abs=1e-4)
+
+
 def test_an_unknown_user_is_served_as_new_and_that_is_said(export):
     with Recommender.load(export) as recommender:
         (answer,) = recommender.recommend([12345], recommender.manifest.as_of, 3)
