@@ -4,6 +4,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -226,7 +227,10 @@ class LiveUsers:
     def history(self, items: Sequence[int], events: Sequence[Event], lengths: Sequence[int]) -> Histories:
         """Events, user after user, as the model takes them."""
         times = np.array([event.timestamp for event in events], np.int64)
-        sides = {side.name: _side_column(side, events, self._side_values.get(side.name)) for side in self._sides}
+        sides = {
+            side.name: _side_column(side, events, self._side_values.get(side.name), len(self._model.sides[side.name]))
+            for side in self._sides
+        }
         return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, sides)
 
     def seen(self, snapshot: Snapshot) -> Ints:
@@ -236,14 +240,19 @@ class LiveUsers:
         return np.concatenate((stored, np.array(recent, np.int64)))
 
 
-def _side_column(side: SideTable, events: Sequence[Event], known: dict[str, int] | None) -> Column:
+def _side_column(side: SideTable, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:
+    """Values of a side feature; 0 for what the export does not know, as events of an earlier export's log may have."""
+    values = [(event.sides or {}).get(side.name) for event in events]
     if known is not None:
-        return np.array([known.get((event.sides or {}).get(side.name, ""), 0) for event in events], np.int64)
-    values = [(event.sides or {}).get(side.name, [] if side.multiple else 0) for event in events]
+        return np.array([known.get(value, 0) if isinstance(value, str) else 0 for value in values], np.int64)
+
+    def index(value: Any) -> int:
+        return value if isinstance(value, int) and 0 <= value < rows else 0
+
     if not side.multiple:
-        return np.array(values, np.int64)
-    lists = [value if isinstance(value, list | tuple) else [value] for value in values]
+        return np.array([index(value) for value in values], np.int64)
+    lists = [value if isinstance(value, list | tuple) else [] if value is None else [value] for value in values]
     return Ragged(
-        np.array([v for value in lists for v in value], np.int64),
+        np.array([index(v) for value in lists for v in value], np.int64),
         bounds_of(np.array([len(value) for value in lists], np.int64)),
     )

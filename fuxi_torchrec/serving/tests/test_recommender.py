@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -113,6 +114,24 @@ def test_text_of_side_features_is_looked_up(tmp_path):
         refresh(tmp_path / "x", tmp_path / "new.csv", tmp_path / "z")
     with Recommender.load(tmp_path / "y") as recommender:
         assert recommender.recommend([user], last, 5)[0].items == answer.items
+
+
+def test_side_values_of_an_old_log_that_the_next_export_lacks_count_as_unknown(tmp_path):
+    demo = replace(DEMO, sides=SIDES, side_rows=20)
+    log, last = log_export(tmp_path, demo)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        sides = [{"action": 19, "tags": [3, 19]}, {"action": 7, "tags": []}]
+        recommender.append([50, 50], [1003, 1004], [last + 1] * 2, sides)
+    for number, smaller in enumerate((replace(demo, side_rows=8), replace(demo, side_rows=8, text_sides=("action",)))):
+        path = tmp_path / f"y{number}"
+        export_of(path, log, range(8), smaller)
+        shutil.copytree(tmp_path / "log", tmp_path / f"log{number}")
+        with Recommender.load(path, log_dir=tmp_path / f"log{number}") as recommender:
+            (answer,) = recommender.recommend([50], last + DAY, 5)
+        known = [(50, 1003, last + 1, {"action": 0, "tags": [3, 0]}), (50, 1004, last + 1, {"action": 7, "tags": []})]
+        if smaller.text_sides:
+            known[1] = (50, 1004, last + 1, {"action": 0, "tags": []})
+        assert answer.items == expected(path, smaller, known, last + DAY)[0][:5]
 
 
 def test_seen_items_are_left_out_exactly(tmp_path):
