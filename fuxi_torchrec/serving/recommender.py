@@ -265,7 +265,10 @@ class Recommender:
                         crowded.add(event.user_id)
         log.sync(position)
         if crowded:
-            self.users.states(self.users.snapshots(list(crowded)))
+            try:
+                self.users.states(self.users.snapshots(list(crowded)))
+            except Exception:  # the events are on disk, and that is what was asked for
+                logger.exception("%d users could not be encoded; they are when they are asked for", len(crowded))
         results, at = [], 0
         for group in groups:
             here = slice(at, at + len(group))

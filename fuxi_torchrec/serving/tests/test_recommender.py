@@ -15,6 +15,7 @@ import torch
 
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.serving import append_log
+from fuxi_torchrec.serving import recommender as recommender_module
 from fuxi_torchrec.serving.append_log import LOCK_FILE, LOG_FILE, OLD_FILE, read_log
 from fuxi_torchrec.serving.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
 from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
@@ -274,6 +275,19 @@ def test_late_events_are_left_out_and_unknown_items_counted(tmp_path):
     with Recommender.load(tmp_path / "x") as recommender:  # arrays and tensors will do
         assert recommender.append(numbers, numbers + 1000, torch.tensor([last, last])).accepted == 2
         assert len(recommender.recommend(numbers, np.int64(last), 3)) == 2
+
+
+def test_events_on_disk_are_acknowledged_even_if_they_cannot_be_encoded_yet(tmp_path, monkeypatch):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        with monkeypatch.context() as patch:
+            patch.setattr(recommender_module, "_EAGER", 4)
+            patch.setattr(recommender._model.encoder, "append", lambda *_: 1 / 0)
+            assert recommender.append([1] * 4, [1001] * 4, [last + 1] * 4).accepted == 4
+        before = recommender.recommend([1], last + DAY, 5)
+    with Recommender.load(tmp_path / "x") as recommender:
+        assert recommender.info()["recent_events"] == 4
+        assert [a.items for a in recommender.recommend([1], last + DAY, 5)] == [a.items for a in before]
 
 
 def test_what_was_appended_survives_a_restart(tmp_path):
