@@ -254,4 +254,4 @@ def test_work_that_changes_something_is_not_repeated():
         with pytest.raises(ValueError, match="no"):
             future.result(5)
     batcher.close()
-    assert sum(calls, []) == [0, 1, 2, 3]
+    assert [n for call in calls for n in call] == [0, 1, 2, 3]
