@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from fuxi_torchrec.serving.bundle import Bundle, scaled
+from fuxi_torchrec.serving.catalogue import side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.parts import read_histories, read_users
 from fuxi_torchrec.serving.states import StateFile
@@ -175,6 +176,29 @@ def test_a_run_that_knows_fewer_items_than_processes(workers, tmp_path):
     bundle = Bundle.open(tmp_path / "out", verify="checksums")
     assert columns(bundle, "items", "index")[0].tolist() == [1, 2]
     assert bundle.manifest.users == 6
+
+
+def test_text_of_another_dataset_is_exported_in_the_runs_own_indices(workers, tmp_path):
+    histories = small.random_histories(4, 40, 70, small.ITEMS)
+    own = small.make_dataset(tmp_path / "own", histories, small.ITEMS, 11, texts=["a", "b", "c", "d"]).path
+    other = small.make_dataset(tmp_path / "other", histories, small.ITEMS, 11, texts=["d", "x", "b", "a", "c"]).path
+    workers(2).run(small.train, tmp_path / "run", [f"data.path={own}", *SIDE])
+    workers(2).run(export, tmp_path / "run", tmp_path / "1")
+    options = {"data": other, "allow_other_data": True}
+    workers(2).run(export, tmp_path / "run", tmp_path / "2", options)
+    one, two = (Bundle.open(tmp_path / name, verify="checksums") for name in "12")
+    assert one.manifest.dataset != two.manifest.dataset
+    assert side_values(two) == side_values(one) == {"action": {"a": 1, "b": 2, "c": 3, "d": 4}}
+    assert np.array_equal(*(columns(each, "users", "embedding")[0] for each in (one, two)))
+    for name in ("item", "action"):
+        assert [pq.read_table(path)[name].to_pylist() for path in one.parts("histories")] == [
+            pq.read_table(path)[name].to_pylist() for path in two.parts("histories")
+        ]
+    shutil.rmtree(own)
+    said = "values of the side feature action are matched through those of the run's own dataset"
+    refused(workers, tmp_path / "run", tmp_path / "3", said, load_options=options)
+    small.make_dataset(own, histories[1:], small.ITEMS, 11, texts=["b", "a", "c", "d"])  # something else in its place
+    refused(workers, tmp_path / "run", tmp_path / "3", said, "fingerprint", load_options=options)
 
 
 # --- portable programs -----------------------------------------------------------------------------------------------

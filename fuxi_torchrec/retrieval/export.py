@@ -23,7 +23,7 @@ from fuxi_torchrec.retrieval import index as indices
 from fuxi_torchrec.retrieval.export_job import ExportJob, ExportOptions, id_type
 from fuxi_torchrec.retrieval.export_tables import model_id, write_items, write_tables
 from fuxi_torchrec.retrieval.export_users import export_users
-from fuxi_torchrec.retrieval.loading import Loaded
+from fuxi_torchrec.retrieval.loading import Loaded, own_dataset
 from fuxi_torchrec.retrieval.programs import detached, write_programs
 from fuxi_torchrec.retrieval.shares import on_first
 from fuxi_torchrec.serving.bundle import (
@@ -194,11 +194,12 @@ class _Exporter(ExportJob):
         return manifest
 
     def _side_values(self) -> None:
-        """What text values of side features stand for, so that new events can be understood."""
-        dataset, used = self.run.dataset, {side.name for side in self.sides}
+        """What text values of side features stand for in the run's tables, so that new events can be understood."""
+        run, used = self.run, {side.name for side in self.sides}
 
         def work() -> None:
-            for name in (side.name for side in dataset.info.sides if side.vocabulary and side.name in used):
+            for name in (side.name for side in run.dataset.info.sides if side.vocabulary and side.name in used):
+                dataset = own_dataset(run.config, run.info, run.dataset, name)
                 (self.directory / SIDES).mkdir(exist_ok=True)
                 path = self.directory / SIDES / f"{name}.parquet"
                 path.write_bytes(read_bytes(dataset.file(f"side-{name}.parquet")))
