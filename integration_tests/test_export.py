@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fuxi_torchrec.durable import OutputLock
 from fuxi_torchrec.serving.bundle import Bundle, scaled
 from fuxi_torchrec.serving.catalogue import side_values
 from fuxi_torchrec.serving.encoding import UserModel
@@ -274,6 +275,18 @@ def test_other_bad_options_are_refused(workers, trained, tmp_path, data):
     found = workers(2).run(export, trained, tmp_path / "out", {"data": other, "allow_other_data": True})
     assert found == [40, 40]
     assert Bundle.open(tmp_path / "out").manifest.dataset != small.plain(trained, data).config.data.path
+
+
+def test_two_exports_into_one_output(workers, trained, tmp_path):
+    lock, partial = OutputLock(tmp_path / "out"), tmp_path / "out.partial" / "items"
+    assert lock.take()
+    partial.mkdir(parents=True)
+    found = workers(2).run(small.attempt, export, trained, tmp_path / "out")
+    assert all("another export is writing it: wait for it, or choose another output" in each for each in found)
+    assert partial.exists()  # the other one's
+    lock.release()
+    assert workers(2).run(export, trained, tmp_path / "out") == [40, 40]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_failure_on_one_process_leaves_nothing(workers, trained, tmp_path):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.data.filesystem import read_bytes
 from fuxi_torchrec.distributed import failing_together
-from fuxi_torchrec.durable import sync
+from fuxi_torchrec.durable import OutputLock, sync
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.retrieval import index as indices
 from fuxi_torchrec.retrieval.export_job import ExportJob, ExportOptions, id_type
@@ -126,24 +126,29 @@ def _check_faiss() -> None:
 def _aside(run: Loaded, output: Path) -> Iterator[Path]:
     """A directory to write in, which becomes the output if all goes well and is removed if not."""
     partial = output.with_name(output.name + ".partial")
-    first = run.world.rank == 0
-    with failing_together("making the output directory"):
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-            for folder in (ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
-                (partial / folder).mkdir(parents=True)
-    dist.barrier()
+    first, lock = run.world.rank == 0, OutputLock(output)
     try:
-        yield partial
-        with failing_together("renaming the output"):
+        with failing_together("making the output directory"):
             if first:
-                check_output(output)
-                os.rename(partial, output)
-                sync(output.parent)
-    except BaseException:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+                if not lock.take():
+                    raise ExportError(f"{output}: another export is writing it: wait for it, or choose another output")
+                shutil.rmtree(partial, ignore_errors=True)
+                for folder in (ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
+                    (partial / folder).mkdir(parents=True)
+        dist.barrier()
+        try:
+            yield partial
+            with failing_together("renaming the output"):
+                if first:
+                    check_output(output)
+                    os.rename(partial, output)
+                    sync(output.parent)
+        except BaseException:
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        lock.release()
 
 
 class _Exporter(ExportJob):

@@ -9,7 +9,6 @@ Rules, also in the manifest:
 * Vectors of touched users are asked at the new ``as_of``; the others keep theirs, unless all are asked again.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from fuxi_torchrec.durable import sync
+from fuxi_torchrec.durable import OutputLock, sync
 from fuxi_torchrec.serving.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.new_events import LogColumns, read_events
 from fuxi_torchrec.serving.refresh_run import Progress, RefreshRun
@@ -93,21 +92,13 @@ def _done_already(output: Path, request: str) -> bool:
 @contextmanager
 def _place_for(output: Path) -> Iterator[Path]:
     """A directory beside the output that only this process writes; it goes away unless it was renamed."""
-    parent = output.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    lock_path, place = parent / f".{output.name}.lock", parent / f".{output.name}.refreshing"
-    with lock_path.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = lock_path.exists() and os.fstat(lock.fileno()).st_ino == lock_path.stat().st_ino
-        except OSError:
-            mine = False
-        if not mine:
-            raise ExportError(f"{output}: another refresh is writing it: wait for it, or choose another output")
+    lock, place = OutputLock(output), output.absolute().with_name(f".{output.name}.refreshing")
+    if not lock.take():
+        raise ExportError(f"{output}: another refresh is writing it: wait for it, or choose another output")
+    try:
         shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
         place.mkdir()
-        try:
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        lock.release()
