@@ -289,6 +289,37 @@ def test_two_exports_into_one_output(workers, trained, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+def test_everything_is_on_disk_before_the_manifest_is(workers, trained, tmp_path):
+    synced = workers(2).run(recorded_export, trained, tmp_path / "out", tmp_path / "out.partial")
+    last = synced[0].index(".manifest.json.new")
+    before = {*synced[0][:last], *synced[1]}
+    bundle = Bundle.open(tmp_path / "out")
+    assert {"index.faiss", "index-int8.faiss", "programs/query.pt2"} <= bundle.manifest.files.keys()
+    assert before >= bundle.manifest.files.keys()
+    assert before >= {"items", "users", "histories", "states", "programs"}
+    assert "." in synced[0][last:]
+
+
+def recorded_export(run_dir, output, place):
+    """Export, and say which files and directories below a place were written to disk, in order."""
+    import os
+
+    names, fsync = [], os.fsync
+
+    def recording(handle):
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), place)
+        if not path.startswith(".."):
+            names.append(path)
+        fsync(handle)
+
+    os.fsync = recording
+    try:
+        export(run_dir, output, quantize="int8", programs=True)
+    finally:
+        os.fsync = fsync
+    return names
+
+
 def test_a_failure_on_one_process_leaves_nothing(workers, trained, tmp_path):
     found = workers(2).run(small.attempt, failing_export, trained, tmp_path / "out")
     assert "disk on fire" in found[1] and "rank 1" in found[0]

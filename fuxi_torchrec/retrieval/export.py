@@ -250,10 +250,12 @@ class _Exporter(ExportJob):
         on_first(self.world, "exporting programs", work)
 
     def _files(self) -> dict[str, FileEntry]:
-        """Sizes and checksums of all files, each process reading its own."""
+        """Sizes and checksums of all files, each process reading its own; their directories are on disk then."""
         own: dict[str, FileEntry] = {}
         with failing_together("reading the export back"):
             own = {name: describe_file(self.directory / name) for name in self.own_files}
+            for folder in sorted({Path(name).parent for name in own}):
+                sync(self.directory / folder)
         everyone: list[dict[str, FileEntry]] = [{} for _ in range(self.world.size)]
         dist.all_gather_object(everyone, own)
         found = {name: entry for part in everyone for name, entry in part.items()}
