@@ -62,6 +62,53 @@ def columns(bundle, folder, *names):
     return [np.concatenate([np.array(t[name].to_pylist()) for t in tables if len(t)]) for name in names]
 
 
+@pytest.fixture(scope="module")
+def steps(workers, data, tmp_path_factory):
+    """A run with checkpoints of steps 2, 4 and 6, of which 2 is the best."""
+    run = tmp_path_factory.mktemp("runs") / "steps"
+    settings = [f"data.path={data}", *SIDE, "checkpoint.every_steps=2", "checkpoint.keep_last=3"]
+    workers(2).run(train_best, run, [*settings, "train.max_steps=2"])
+    workers(2).run(small.train, run, [*settings, "train.max_steps=6"])
+    return run
+
+
+def train_best(run_dir, settings):
+    from integration_tests import runs
+
+    made, _ = runs.trainer(run_dir, [*small.SETTINGS, *settings])
+    made.train()
+    made._saved_at = -1  # again, as the best
+    made.save(best=True)
+    made.saver.wait()
+
+
+@pytest.mark.parametrize(("which", "step"), [("best", 2), ("latest", 6), ("4", 4), (None, 2)])
+def test_the_checkpoint_that_was_named_is_exported(workers, steps, data, tmp_path, which, step):
+    workers(2).run(export, steps, tmp_path / "out", {"which": which})
+    bundle = Bundle.open(tmp_path / "out")
+    tables, encoder = load_file(bundle.path / "tables.safetensors"), load_file(bundle.path / "encoder.safetensors")
+    run = small.plain(steps, data, step)
+    assert bundle.manifest.run["step"] == step
+    assert torch.equal(tables["item_table"], run.table)
+    assert all(torch.equal(encoder[name], value) for name, value in run.encoder.state_dict().items())
+    others = [small.plain(steps, data, other).table for other in (2, 4, 6) if other != step]
+    assert not any(torch.equal(tables["item_table"], other) for other in others)
+
+
+def test_the_programs_take_the_checkpoint_that_was_named(steps, data, tmp_path):
+    """On the command line: of an export the best one, of an evaluation a step."""
+    options = ["--output", tmp_path / "out", "--no-programs", "--no-index", "--checkpoint", "best"]
+    evaluation = ["--output", tmp_path / "eval.json", "--request-time", "target", "--checkpoint", "4"]
+    for command, more in (("export", options), ("evaluate", evaluation)):
+        line = [sys.executable, "-m", f"pipelines.{command}", "--run-dir", steps, *more]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["run"]["step"] == 2
+    found, run = json.loads((tmp_path / "eval.json").read_text()), small.plain(steps, data, 4)
+    expected = small.metrics(small.ranks(run, "test", "target", False))
+    assert found["step"] == 4 and {k: found["target"][k] for k in expected} == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_inner_products_of_the_files_give_the_models_own_top_10(exports, trained, data, processes):
     bundle, run = exports[processes], small.plain(trained, data)
