@@ -103,11 +103,14 @@ class Catalogue(Vocabulary):
             seen: of each user, dense indices that are left out; None leaves nothing out.
         """
         k = min(k, len(self))
-        if self._faiss is not None and all(indices is None for indices in seen):
-            scores, ids = self._faiss.search(vectors.numpy(), k)
-            places = np.where(ids < 0, -1, np.searchsorted(self.index, ids))
-        else:
-            scores, places = self._exact(vectors, k, seen)
+        scores, places = np.empty((len(vectors), k), np.float32), np.empty((len(vectors), k), np.int64)
+        indexed = np.array([self._faiss is not None and indices is None for indices in seen], bool)
+        if indexed.any():
+            scores[indexed], ids = self._faiss.search(vectors.numpy()[indexed], k)
+            places[indexed] = np.where(ids < 0, -1, np.searchsorted(self.index, ids))
+        if not indexed.all():
+            rest = np.flatnonzero(~indexed)
+            scores[rest], places[rest] = self._exact(vectors[torch.from_numpy(rest)], k, [seen[n] for n in rest])
         places = np.where(np.isfinite(scores), places, -1)
         return places, scores / self.temperature
 

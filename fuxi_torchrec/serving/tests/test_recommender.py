@@ -23,6 +23,7 @@ from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.parts import part_name
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.refresh import refresh
+from fuxi_torchrec.serving.requests import Request
 from fuxi_torchrec.serving.tests.exports import (
     SIDES,
     Log,
@@ -174,6 +175,28 @@ def test_an_approximate_index_is_used_and_can_be_left_alone(tmp_path):
     with Recommender.load(tmp_path / "x", search="exact") as recommender:
         other = recommender.recommend([1, 2, 3], bundle.manifest.as_of, k=5)
     assert [answer.items for answer in one] == [answer.items for answer in other]
+
+
+def test_leaving_out_seen_items_makes_nobody_elses_search_exact(tmp_path, monkeypatch):
+    write_demo_export(tmp_path / "x", replace(DEMO, items=400))
+
+    class Index:
+        """Finds the last items only."""
+
+        def search(self, vectors, k):
+            asked.append(len(vectors))
+            return np.zeros((len(vectors), k), np.float32), np.tile(400 - np.arange(k), (len(vectors), 1))
+
+    asked = []
+    with Recommender.load(tmp_path / "x") as recommender:
+        time = recommender.manifest.as_of
+        requests = [Request(user, time, 4, exclude_seen=user == 2) for user in (1, 2, 3)]
+        exact = recommender.answer(requests)
+        monkeypatch.setattr(recommender._catalogue, "_faiss", Index())
+        one, two, three = recommender.answer(requests)
+        assert asked == [2]
+        assert one.items == three.items == [1400, 1399, 1398, 1397] and two.items == exact[1].items
+        assert two.scores == pytest.approx(exact[1].scores, abs=1e-4)
 
 
 def test_a_history_that_nobody_stores(tmp_path):
