@@ -109,8 +109,8 @@ class Catalogue(Vocabulary):
             scores[indexed], ids = self._faiss.search(vectors.numpy()[indexed], k)
             places[indexed] = np.where(ids < 0, -1, np.searchsorted(self.index, ids))
         if not indexed.all():
-            rest = np.flatnonzero(~indexed)
-            scores[rest], places[rest] = self._exact(vectors[torch.from_numpy(rest)], k, [seen[n] for n in rest])
+            rest = np.flatnonzero(~indexed).tolist()
+            scores[rest], places[rest] = self._exact(vectors[rest], k, [seen[n] for n in rest])
         places = np.where(np.isfinite(scores), places, -1)
         return places, scores / self.temperature
 

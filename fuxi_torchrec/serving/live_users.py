@@ -76,6 +76,7 @@ class LiveUsers:
         self.lock = threading.Lock()
         self.stored, self.cache_users = stored, cache_users
         self.recent: dict[UserId, _Recent] = {}
+        self.recent_events = 0
         self.forgotten: dict[UserId, int] = {}  # user to how often
         self._model, self._sides, self._side_values = model, sides, side_values
         self._cache: OrderedDict[UserId, _Cached] = OrderedDict()
@@ -115,6 +116,7 @@ class LiveUsers:
     def add(self, event: Event, item: int) -> None:
         """An accepted event; needs the lock."""
         self.recent.setdefault(event.user_id, _Recent()).add(event, item)
+        self.recent_events += 1
 
     def waiting(self, user: UserId) -> int:
         """Events of a user that no state in memory has; needs the lock."""
@@ -124,7 +126,7 @@ class LiveUsers:
     def forget(self, user: UserId) -> None:
         """From now on the user is unknown; needs the lock."""
         self.forgotten[user] = self.forgotten.get(user, 0) + 1
-        self.recent.pop(user, None)
+        self.recent_events -= len(self.recent.pop(user, ()))
         self._cache.pop(user, None)
 
     def stored_ties(self, users_at: Iterable[tuple[UserId, int]]) -> dict[tuple[UserId, int], Counter[int]]:

@@ -315,7 +315,7 @@ class Recommender:
                 "items": m.items,
                 "users": m.users,
                 "recent_users": len(users.recent),
-                "recent_events": sum(len(recent) for recent in users.recent.values()),
+                "recent_events": users.recent_events,
                 "forgotten_users": len(users.forgotten),
                 "cached_states": users.cached,
                 "damaged_states": users.stored.damaged,

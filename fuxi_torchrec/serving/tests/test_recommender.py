@@ -348,6 +348,7 @@ def test_forgetting_leaves_nothing_on_disk_after_a_restart(tmp_path):
         assert recommender.append([1], [1005], [last - 10 * DAY]).accepted == 1  # a new user, as far as we know
         (back,) = recommender.recommend([1], last, 5)
         assert (back.known, back.events) == (True, 1)
+        assert recommender.info()["recent_events"] == 1
     with Recommender.load(tmp_path / "x") as recommender:
         assert recommender.recommend([1], last, 5) == [back]
     records = read_log(tmp_path / "x.log").records
