@@ -92,7 +92,7 @@ class Catalogue(Vocabulary):
         if flat.size != len(self) * width or not np.isfinite(flat).all():
             raise ExportError(f"{bundle.path / ITEMS}: embeddings are not {len(self)} finite vectors of width {width}")
         self.vectors = torch.from_numpy(flat.reshape(len(self), width))
-        self._faiss = _approximate_index(bundle) if search == "index" else None
+        self._faiss: Any = _approximate_index(bundle) if search == "index" else None
 
     def search(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Ints, Any]:
         """Places in ``ids`` of the best items and their scores, (B, k) each, best first; -1 where there are no more.
