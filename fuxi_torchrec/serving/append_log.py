@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import struct
 import threading
 import zlib
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fuxi_torchrec.durable import sync
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.bundle import ExportError
 
@@ -163,7 +165,11 @@ class AppendLog:
         if keep_old:
             aside = self.directory / f".{OLD_FILE}.new"
             aside.unlink(missing_ok=True)
-            os.link(self.path, aside)
+            try:
+                os.link(self.path, aside)
+            except OSError:  # not every file system has links
+                shutil.copy2(self.path, aside)
+                sync(aside)
             os.replace(aside, old)
         else:
             old.unlink(missing_ok=True)
