@@ -134,6 +134,18 @@ def test_checkpoints_that_cannot_be_used_are_refused(workers, trained, tmp_path)
     refused(workers, run, "another version of this software")
 
 
+def test_bad_options_are_refused_before_the_work(trained, tmp_path, capsys):
+    from pipelines.evaluate import main
+
+    run = ["--run-dir", str(trained / "row_wise")]
+    assert main([*run, "--users", "-1"]) == 1
+    assert capsys.readouterr().err.strip() == "evaluate: --users must be at least 1, not -1"
+    command = [sys.executable, "-m", "pipelines.evaluate", *run, "--output", tmp_path / "nowhere" / "e.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode and "there is no directory" in done.stderr and "nowhere" in done.stderr
+    assert "evaluated" not in done.stderr and "processes" not in done.stderr
+
+
 def test_other_data_is_refused_or_matched_by_raw_ids(workers, trained, tmp_path, data):
     """The same events under other indices: with two items that the run has never seen."""
     import numpy as np

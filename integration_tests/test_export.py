@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fuxi_torchrec.durable import OutputLock
 from fuxi_torchrec.serving.bundle import Bundle, scaled
+from fuxi_torchrec.serving.catalogue import side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.parts import read_histories, read_users
 from fuxi_torchrec.serving.states import StateFile
@@ -58,6 +60,53 @@ def exports(workers, trained, tmp_path_factory):
 def columns(bundle, folder, *names):
     tables = [pq.read_table(path) for path in bundle.parts(folder)]
     return [np.concatenate([np.array(t[name].to_pylist()) for t in tables if len(t)]) for name in names]
+
+
+@pytest.fixture(scope="module")
+def steps(workers, data, tmp_path_factory):
+    """A run with checkpoints of steps 2, 4 and 6, of which 2 is the best."""
+    run = tmp_path_factory.mktemp("runs") / "steps"
+    settings = [f"data.path={data}", *SIDE, "checkpoint.every_steps=2", "checkpoint.keep_last=3"]
+    workers(2).run(train_best, run, [*settings, "train.max_steps=2"])
+    workers(2).run(small.train, run, [*settings, "train.max_steps=6"])
+    return run
+
+
+def train_best(run_dir, settings):
+    from integration_tests import runs
+
+    made, _ = runs.trainer(run_dir, [*small.SETTINGS, *settings])
+    made.train()
+    made._saved_at = -1  # again, as the best
+    made.save(best=True)
+    made.saver.wait()
+
+
+@pytest.mark.parametrize(("which", "step"), [("best", 2), ("latest", 6), ("4", 4), (None, 2)])
+def test_the_checkpoint_that_was_named_is_exported(workers, steps, data, tmp_path, which, step):
+    workers(2).run(export, steps, tmp_path / "out", {"which": which})
+    bundle = Bundle.open(tmp_path / "out")
+    tables, encoder = load_file(bundle.path / "tables.safetensors"), load_file(bundle.path / "encoder.safetensors")
+    run = small.plain(steps, data, step)
+    assert bundle.manifest.run["step"] == step
+    assert torch.equal(tables["item_table"], run.table)
+    assert all(torch.equal(encoder[name], value) for name, value in run.encoder.state_dict().items())
+    others = [small.plain(steps, data, other).table for other in (2, 4, 6) if other != step]
+    assert not any(torch.equal(tables["item_table"], other) for other in others)
+
+
+def test_the_programs_take_the_checkpoint_that_was_named(steps, data, tmp_path):
+    """On the command line: of an export the best one, of an evaluation a step."""
+    options = ["--output", tmp_path / "out", "--no-programs", "--no-index", "--checkpoint", "best"]
+    evaluation = ["--output", tmp_path / "eval.json", "--request-time", "target", "--checkpoint", "4"]
+    for command, more in (("export", options), ("evaluate", evaluation)):
+        line = [sys.executable, "-m", f"pipelines.{command}", "--run-dir", steps, *more]
+        done = subprocess.run(line, capture_output=True, text=True, timeout=110)
+        assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["run"]["step"] == 2
+    found, run = json.loads((tmp_path / "eval.json").read_text()), small.plain(steps, data, 4)
+    expected = small.metrics(small.ranks(run, "test", "target", False))
+    assert found["step"] == 4 and {k: found["target"][k] for k in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -177,6 +226,29 @@ def test_a_run_that_knows_fewer_items_than_processes(workers, tmp_path):
     assert bundle.manifest.users == 6
 
 
+def test_text_of_another_dataset_is_exported_in_the_runs_own_indices(workers, tmp_path):
+    histories = small.random_histories(4, 40, 70, small.ITEMS)
+    own = small.make_dataset(tmp_path / "own", histories, small.ITEMS, 11, texts=["a", "b", "c", "d"]).path
+    other = small.make_dataset(tmp_path / "other", histories, small.ITEMS, 11, texts=["d", "x", "b", "a", "c"]).path
+    workers(2).run(small.train, tmp_path / "run", [f"data.path={own}", *SIDE])
+    workers(2).run(export, tmp_path / "run", tmp_path / "1")
+    options = {"data": other, "allow_other_data": True}
+    workers(2).run(export, tmp_path / "run", tmp_path / "2", options)
+    one, two = (Bundle.open(tmp_path / name, verify="checksums") for name in "12")
+    assert one.manifest.dataset != two.manifest.dataset
+    assert side_values(two) == side_values(one) == {"action": {"a": 1, "b": 2, "c": 3, "d": 4}}
+    assert np.array_equal(*(columns(each, "users", "embedding")[0] for each in (one, two)))
+    for name in ("item", "action"):
+        assert [pq.read_table(path)[name].to_pylist() for path in one.parts("histories")] == [
+            pq.read_table(path)[name].to_pylist() for path in two.parts("histories")
+        ]
+    shutil.rmtree(own)
+    said = "values of the side feature action are matched through those of the run's own dataset"
+    refused(workers, tmp_path / "run", tmp_path / "3", said, load_options=options)
+    small.make_dataset(own, histories[1:], small.ITEMS, 11, texts=["b", "a", "c", "d"])  # something else in its place
+    refused(workers, tmp_path / "run", tmp_path / "3", said, "fingerprint", load_options=options)
+
+
 # --- portable programs -----------------------------------------------------------------------------------------------
 
 CLEAN = """
@@ -250,6 +322,49 @@ def test_other_bad_options_are_refused(workers, trained, tmp_path, data):
     found = workers(2).run(export, trained, tmp_path / "out", {"data": other, "allow_other_data": True})
     assert found == [40, 40]
     assert Bundle.open(tmp_path / "out").manifest.dataset != small.plain(trained, data).config.data.path
+
+
+def test_two_exports_into_one_output(workers, trained, tmp_path):
+    lock, partial = OutputLock(tmp_path / "out"), tmp_path / "out.partial" / "items"
+    assert lock.take()
+    partial.mkdir(parents=True)
+    found = workers(2).run(small.attempt, export, trained, tmp_path / "out")
+    assert all("another export is writing it: wait for it, or choose another output" in each for each in found)
+    assert partial.exists()  # the other one's
+    lock.release()
+    assert workers(2).run(export, trained, tmp_path / "out") == [40, 40]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_everything_is_on_disk_before_the_manifest_is(workers, trained, tmp_path):
+    synced = workers(2).run(recorded_export, trained, tmp_path / "out", tmp_path / "out.partial")
+    last = synced[0].index(".manifest.json.new")
+    before = {*synced[0][:last], *synced[1]}
+    bundle = Bundle.open(tmp_path / "out")
+    assert {"index.faiss", "index-int8.faiss", "programs/query.pt2"} <= bundle.manifest.files.keys()
+    assert before >= bundle.manifest.files.keys()
+    assert before >= {"items", "users", "histories", "states", "programs"}
+    assert "." in synced[0][last:]
+
+
+def recorded_export(run_dir, output, place):
+    """Export, and say which files and directories below a place were written to disk, in order."""
+    import os
+
+    names, fsync = [], os.fsync
+
+    def recording(handle):
+        path = os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), place)
+        if not path.startswith(".."):
+            names.append(path)
+        fsync(handle)
+
+    os.fsync = recording
+    try:
+        export(run_dir, output, quantize="int8", programs=True)
+    finally:
+        os.fsync = fsync
+    return names
 
 
 def test_a_failure_on_one_process_leaves_nothing(workers, trained, tmp_path):

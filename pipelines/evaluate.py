@@ -66,15 +66,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, on as many processes as torchrun has started."""
     options = parser().parse_args(arguments)
     setup_logging(options.log_level)
+    output = options.output or options.run_dir / f"eval-{options.split}.json"
+    if options.users is not None and options.users < 1:
+        print(f"evaluate: --users must be at least 1, not {options.users}", file=sys.stderr)
+        return 1
     with group_of(options.run_dir) as world:
         from fuxi_torchrec.durable import write_atomically
         from fuxi_torchrec.retrieval.evaluate import REQUEST_TIMES, as_text, evaluate
         from fuxi_torchrec.retrieval.loading import load
 
+        with failing_together("looking for the output's directory"):
+            if world.rank == 0 and not output.absolute().parent.is_dir():
+                raise FileNotFoundError(f"--output {output}: there is no directory {output.parent}, make it first")
         run = load(options.run_dir, world, options.checkpoint, options.data, options.allow_other_data)
         times = (options.request_time,) if options.request_time else REQUEST_TIMES
         found = evaluate(run, options.split, times, options.filter_seen, options.users, not options.no_baselines)
-        output = options.output or options.run_dir / f"eval-{options.split}.json"
         with failing_together("writing the result"):
             if world.rank == 0:
                 write_atomically(output, json.dumps(found, indent=1) + "\n")

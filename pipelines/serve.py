@@ -39,6 +39,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def check(args: argparse.Namespace) -> None:
+    """A ValueError if a number cannot be meant."""
+    least = {"cache_mib": 0, "max_k": 1, "max_body_kib": 1, "max_events": 1, "max_batch": 1, "batch_window_ms": 0}
+    for name, smallest in {**least, "threads": 1}.items():
+        value = getattr(args, name)
+        if value is not None and not value >= smallest:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, not {value}")
+
+
 def read_token(args: argparse.Namespace) -> str | None:
     """The bearer token, never from the command line, where everybody on the machine can read it."""
     if args.token_file is not None:
@@ -58,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve until told to stop; SIGTERM and Ctrl-C let requests finish."""
     args = parse(arguments)
     setup_logging()
+    try:
+        check(args)
+    except ValueError as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 1
     try:
         import torch
         import uvicorn

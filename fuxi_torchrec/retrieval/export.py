@@ -17,13 +17,13 @@ import torch.distributed as dist
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.data.filesystem import read_bytes
 from fuxi_torchrec.distributed import failing_together
-from fuxi_torchrec.durable import sync
+from fuxi_torchrec.durable import OutputLock, sync
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.retrieval import index as indices
 from fuxi_torchrec.retrieval.export_job import ExportJob, ExportOptions, id_type
 from fuxi_torchrec.retrieval.export_tables import model_id, write_items, write_tables
 from fuxi_torchrec.retrieval.export_users import export_users
-from fuxi_torchrec.retrieval.loading import Loaded
+from fuxi_torchrec.retrieval.loading import Loaded, own_dataset
 from fuxi_torchrec.retrieval.programs import detached, write_programs
 from fuxi_torchrec.retrieval.shares import on_first
 from fuxi_torchrec.serving.bundle import (
@@ -126,24 +126,29 @@ def _check_faiss() -> None:
 def _aside(run: Loaded, output: Path) -> Iterator[Path]:
     """A directory to write in, which becomes the output if all goes well and is removed if not."""
     partial = output.with_name(output.name + ".partial")
-    first = run.world.rank == 0
-    with failing_together("making the output directory"):
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-            for folder in (ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
-                (partial / folder).mkdir(parents=True)
-    dist.barrier()
+    first, lock = run.world.rank == 0, OutputLock(output)
     try:
-        yield partial
-        with failing_together("renaming the output"):
+        with failing_together("making the output directory"):
             if first:
-                check_output(output)
-                os.rename(partial, output)
-                sync(output.parent)
-    except BaseException:
-        if first:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+                if not lock.take():
+                    raise ExportError(f"{output}: another export is writing it: wait for it, or choose another output")
+                shutil.rmtree(partial, ignore_errors=True)
+                for folder in (ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
+                    (partial / folder).mkdir(parents=True)
+        dist.barrier()
+        try:
+            yield partial
+            with failing_together("renaming the output"):
+                if first:
+                    check_output(output)
+                    os.rename(partial, output)
+                    sync(output.parent)
+        except BaseException:
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        lock.release()
 
 
 class _Exporter(ExportJob):
@@ -194,11 +199,12 @@ class _Exporter(ExportJob):
         return manifest
 
     def _side_values(self) -> None:
-        """What text values of side features stand for, so that new events can be understood."""
-        dataset, used = self.run.dataset, {side.name for side in self.sides}
+        """What text values of side features stand for in the run's tables, so that new events can be understood."""
+        run, used = self.run, {side.name for side in self.sides}
 
         def work() -> None:
-            for name in (side.name for side in dataset.info.sides if side.vocabulary and side.name in used):
+            for name in (side.name for side in run.dataset.info.sides if side.vocabulary and side.name in used):
+                dataset = own_dataset(run.config, run.info, run.dataset, name)
                 (self.directory / SIDES).mkdir(exist_ok=True)
                 path = self.directory / SIDES / f"{name}.parquet"
                 path.write_bytes(read_bytes(dataset.file(f"side-{name}.parquet")))
@@ -244,10 +250,12 @@ class _Exporter(ExportJob):
         on_first(self.world, "exporting programs", work)
 
     def _files(self) -> dict[str, FileEntry]:
-        """Sizes and checksums of all files, each process reading its own."""
+        """Sizes and checksums of all files, each process reading its own; their directories are on disk then."""
         own: dict[str, FileEntry] = {}
         with failing_together("reading the export back"):
             own = {name: describe_file(self.directory / name) for name in self.own_files}
+            for folder in sorted({Path(name).parent for name in own}):
+                sync(self.directory / folder)
         everyone: list[dict[str, FileEntry]] = [{} for _ in range(self.world.size)]
         dist.all_gather_object(everyone, own)
         found = {name: entry for part in everyone for name, entry in part.items()}

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from fuxi_torchrec.durable import sync
 from fuxi_torchrec.serving.bundle import ExportError
 
 Vectors = NDArray[np.float32]
@@ -89,13 +90,14 @@ def tuned(index: Any, about: dict[str, Any], queries: Vectors, exact: Vectors, p
 
 
 def write(index: Any, path: Path) -> None:
-    """To a file."""
+    """To a file that is on disk when this returns."""
     import faiss
 
     try:
         faiss.write_index(index, str(path))
     except RuntimeError as error:
         raise ExportError(f"{path}: the index cannot be written: {error}") from None
+    sync(path)
 
 
 def sample_queries(users: Sequence[Path], count: int, dim: int) -> Vectors:

@@ -224,23 +224,33 @@ def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary
         len(own),
     )
     sizes = {table.feature: table.rows for table in tables.sides}
-    maps = {name: _side_map(config, dataset, name, sizes[name]) for name in sides}
+    maps = {name: _side_map(config, info, dataset, name, sizes[name]) for name in sides}
     return RemappedReader(dataset, sides, config.data.on_bad_rows, index, maps), unknown
 
 
-def _side_map(config: Config, dataset: Dataset, name: str, rows: int) -> Ints:
+def own_dataset(config: Config, info: Info, dataset: Dataset, name: str) -> Dataset:
+    """The dataset whose values of a side feature are a run's indices: its own, also where another one is used."""
+    if dataset.info.fingerprint == info.identity.dataset:
+        return dataset
+    try:
+        own = Dataset.open(config.data.path)
+        if own.info.fingerprint != info.identity.dataset:
+            raise DataError(f"its fingerprint is {own.info.fingerprint}, the run's is {info.identity.dataset}")
+    except DataError as error:
+        raise DataError(
+            f"{dataset.path}: values of the side feature {name} are matched through those of the run's own dataset, "
+            f"data.path = {config.data.path}: {error}. Put it back there"
+        ) from None
+    return own
+
+
+def _side_map(config: Config, info: Info, dataset: Dataset, name: str, rows: int) -> Ints:
     """The run's value of each value of a side feature, 0 for what it does not know."""
     (side,) = (side for side in dataset.info.sides if side.name == name)
     if not side.vocabulary:
         values = np.arange(side.cardinality)
         return np.where(values < rows, values, 0)
-    try:
-        theirs, ours = (_side_values(Dataset.open(path), name) for path in (config.data.path, dataset.path))
-    except DataError as error:
-        raise DataError(
-            f"{dataset.path}: values of the side feature {name} are matched through those of the run's own dataset, "
-            f"data.path = {config.data.path}: {error}"
-        ) from None
+    theirs, ours = (_side_values(each, name) for each in (own_dataset(config, info, dataset, name), dataset))
     found = pc.fill_null(pc.add(pc.index_in(ours, value_set=theirs), 1), 0)
     return np.concatenate([[0], found.to_numpy(zero_copy_only=False)]).astype(np.int64)
 

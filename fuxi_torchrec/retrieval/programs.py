@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fuxi_torchrec.durable import sync
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 from fuxi_torchrec.modules.state import EncoderState
 from fuxi_torchrec.serving.bundle import ExportError, scaled
@@ -99,6 +100,7 @@ def write_programs(encoder: FuXiLinearEncoder, metric: str, directory: Path) -> 
     for name, (program, arguments, shapes) in programs.items():
         exported = torch.export.export(program.eval(), arguments, dynamic_shapes=shapes, strict=False)
         torch.export.save(exported, directory / name)
+        sync(directory / name)
         loaded[name] = torch.export.load(io.BytesIO((directory / name).read_bytes())).module()
     worst = 0.0
     for users in _CHECKED:

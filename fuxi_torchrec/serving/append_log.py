@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import struct
 import threading
 import zlib
@@ -17,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fuxi_torchrec.durable import sync
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.bundle import ExportError
 
 logger = get_logger(__name__)
 
 VERSION = 1
-LOG_FILE, LOCK_FILE = "events.log", "lock"
+LOG_FILE, OLD_FILE, LOCK_FILE = "events.log", "events.log.old", "lock"
 _HEAD = struct.Struct("<III")
 _BITS = 2**32 - 1
 
@@ -150,8 +152,27 @@ class AppendLog:
                 raise ExportError(self._failed) from None
             self._synced = reached
 
-    def rewrite(self, about: dict[str, Any], records: Iterable[Record]) -> None:
-        """Replace the whole log, at once."""
+    def rewrite(self, about: dict[str, Any], records: Iterable[Record], keep_old: bool) -> None:
+        """Replace the whole log, at once.
+
+        Args:
+            about: of the export.
+            records: of the new log.
+            keep_old: keep what was there as ``events.log.old``; else an earlier one goes, too, so that nothing of a
+                forgotten user stays.
+        """
+        old = self.directory / OLD_FILE
+        if keep_old:
+            aside = self.directory / f".{OLD_FILE}.new"
+            aside.unlink(missing_ok=True)
+            try:
+                os.link(self.path, aside)
+            except OSError:  # not every file system has links
+                shutil.copy2(self.path, aside)
+                sync(aside)
+            os.replace(aside, old)
+        else:
+            old.unlink(missing_ok=True)
         self._create(about, records)
         os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR)

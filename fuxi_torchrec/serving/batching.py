@@ -19,11 +19,14 @@ class Batcher(Generic[Given, Result]):
     """One thread that collects what callers submit and works on it at once.
 
     Args:
-        work: a result for each of several inputs; an error is every caller's.
+        work: a result for each of several inputs; an error is every caller's, unless ``repeat``.
         name: of the thread.
         most: inputs of a batch.
         window_seconds: how long to wait for more after the first.
         waiting: inputs that may wait; more are refused.
+        observe: is told the size of every batch.
+        repeat: work on the inputs of a failed batch one by one, so that an error is only that of the input which has
+            it; for work that changes nothing.
     """
 
     def __init__(
@@ -34,8 +37,10 @@ class Batcher(Generic[Given, Result]):
         window_seconds: float = 0.002,
         waiting: int = 4096,
         observe: Callable[[int], object] = lambda _: None,
+        repeat: bool = False,
     ) -> None:
         self._work, self._most, self._window, self._observe = work, most, window_seconds, observe
+        self._repeat = repeat
         self._queue: queue.Queue[tuple[Given, Future[Result]] | None] = queue.Queue(waiting)
         self._closed = False
         self._lock = threading.Lock()  # nothing is put behind the end
@@ -72,14 +77,21 @@ class Batcher(Generic[Given, Result]):
             if not batch:
                 continue
             self._observe(len(batch))
-            try:
-                results = self._work([given for given, _ in batch])
-                for (_, future), result in zip(batch, results, strict=True):
-                    future.set_result(result)
-            except BaseException as error:
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(error)
+            self._finish(batch)
+
+    def _finish(self, batch: Sequence[tuple[Given, "Future[Result]"]]) -> None:
+        try:
+            results = self._work([given for given, _ in batch])
+            for (_, future), result in zip(batch, results, strict=True):
+                future.set_result(result)
+        except BaseException as error:
+            open_ones = [(given, future) for given, future in batch if not future.done()]
+            if self._repeat and len(batch) > 1:
+                for one in open_ones:
+                    self._finish([one])
+                return
+            for _, future in open_ones:
+                future.set_exception(error)
 
     def _collect(self) -> tuple[list[tuple[Given, "Future[Result]"]], bool]:
         first = self._queue.get()

@@ -151,6 +151,12 @@ class Bundle:
         """The files of a folder, in order."""
         return [self.path / name for name in sorted(self.manifest.files) if name.startswith(folder + "/")]
 
+    def check(self, *folders: str) -> None:
+        """Refuse folders with a file whose contents are not as the manifest says."""
+        for folder in folders:
+            for path in self.parts(folder):
+                check_file(path, self.manifest.files[str(path.relative_to(self.path))], contents=True)
+
     def encoder(self) -> FuXiLinearEncoder:
         """The encoder, ready to serve."""
         encoder = FuXiLinearEncoder(FuXiLinearConfig(**self.manifest.model))

@@ -92,7 +92,7 @@ class Catalogue(Vocabulary):
         if flat.size != len(self) * width or not np.isfinite(flat).all():
             raise ExportError(f"{bundle.path / ITEMS}: embeddings are not {len(self)} finite vectors of width {width}")
         self.vectors = torch.from_numpy(flat.reshape(len(self), width))
-        self._faiss = _approximate_index(bundle) if search == "index" else None
+        self._faiss: Any = _approximate_index(bundle) if search == "index" else None
 
     def search(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Ints, Any]:
         """Places in ``ids`` of the best items and their scores, (B, k) each, best first; -1 where there are no more.
@@ -103,11 +103,14 @@ class Catalogue(Vocabulary):
             seen: of each user, dense indices that are left out; None leaves nothing out.
         """
         k = min(k, len(self))
-        if self._faiss is not None and all(indices is None for indices in seen):
-            scores, ids = self._faiss.search(vectors.numpy(), k)
-            places = np.where(ids < 0, -1, np.searchsorted(self.index, ids))
-        else:
-            scores, places = self._exact(vectors, k, seen)
+        scores, places = np.empty((len(vectors), k), np.float32), np.empty((len(vectors), k), np.int64)
+        indexed = np.array([self._faiss is not None and indices is None for indices in seen], bool)
+        if indexed.any():
+            scores[indexed], ids = self._faiss.search(vectors.numpy()[indexed], k)
+            places[indexed] = np.where(ids < 0, -1, np.searchsorted(self.index, ids))
+        if not indexed.all():
+            rest = np.flatnonzero(~indexed).tolist()
+            scores[rest], places[rest] = self._exact(vectors[rest], k, [seen[n] for n in rest])
         places = np.where(np.isfinite(scores), places, -1)
         return places, scores / self.temperature
 

@@ -1,9 +1,10 @@
 """Users as they are now: what the export has of them, what they did since, and states of the latest in memory."""
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +76,7 @@ class LiveUsers:
         self.lock = threading.Lock()
         self.stored, self.cache_users = stored, cache_users
         self.recent: dict[UserId, _Recent] = {}
+        self.recent_events = 0
         self.forgotten: dict[UserId, int] = {}  # user to how often
         self._model, self._sides, self._side_values = model, sides, side_values
         self._cache: OrderedDict[UserId, _Cached] = OrderedDict()
@@ -114,6 +116,7 @@ class LiveUsers:
     def add(self, event: Event, item: int) -> None:
         """An accepted event; needs the lock."""
         self.recent.setdefault(event.user_id, _Recent()).add(event, item)
+        self.recent_events += 1
 
     def waiting(self, user: UserId) -> int:
         """Events of a user that no state in memory has; needs the lock."""
@@ -123,13 +126,23 @@ class LiveUsers:
     def forget(self, user: UserId) -> None:
         """From now on the user is unknown; needs the lock."""
         self.forgotten[user] = self.forgotten.get(user, 0) + 1
-        self.recent.pop(user, None)
+        self.recent_events -= len(self.recent.pop(user, ()))
         self._cache.pop(user, None)
 
-    def is_stored(self, event: Event) -> bool:
-        """Whether the export has an event, or later ones of its user; needs the lock."""
-        row = self.stored_row(event.user_id)
-        return row is not None and self.stored.events[row] > 0 and bool(event.timestamp <= self.stored.last_time[row])
+    def stored_ties(self, users_at: Iterable[tuple[UserId, int]]) -> dict[tuple[UserId, int], Counter[int]]:
+        """Of users and times: where that is the user's last time in the export, the items it has of that time."""
+        rows = {
+            (user, time): row
+            for user, time in users_at
+            if (row := self.stored.row.get(user)) is not None
+            and self.stored.events[row]
+            and self.stored.last_time[row] == time
+        }
+        ties = {}
+        for (user, time), row in sorted(rows.items(), key=lambda pair: pair[1]):  # in the order of the files
+            history = self.stored.histories(np.array([row]))
+            ties[user, time] = Counter(history.items[history.times == time].tolist())
+        return ties
 
     def forget_less(self) -> None:
         """Keep of the forgotten users only those that the export has, counted once; needs the lock."""
@@ -216,7 +229,10 @@ class LiveUsers:
     def history(self, items: Sequence[int], events: Sequence[Event], lengths: Sequence[int]) -> Histories:
         """Events, user after user, as the model takes them."""
         times = np.array([event.timestamp for event in events], np.int64)
-        sides = {side.name: _side_column(side, events, self._side_values.get(side.name)) for side in self._sides}
+        sides = {
+            side.name: _side_column(side, events, self._side_values.get(side.name), len(self._model.sides[side.name]))
+            for side in self._sides
+        }
         return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, sides)
 
     def seen(self, snapshot: Snapshot) -> Ints:
@@ -226,14 +242,19 @@ class LiveUsers:
         return np.concatenate((stored, np.array(recent, np.int64)))
 
 
-def _side_column(side: SideTable, events: Sequence[Event], known: dict[str, int] | None) -> Column:
+def _side_column(side: SideTable, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:
+    """Values of a side feature; 0 for what the export does not know, as events of an earlier export's log may have."""
+    values = [(event.sides or {}).get(side.name) for event in events]
     if known is not None:
-        return np.array([known.get((event.sides or {}).get(side.name, ""), 0) for event in events], np.int64)
-    values = [(event.sides or {}).get(side.name, [] if side.multiple else 0) for event in events]
+        return np.array([known.get(value, 0) if isinstance(value, str) else 0 for value in values], np.int64)
+
+    def index(value: Any) -> int:
+        return value if isinstance(value, int) and 0 <= value < rows else 0
+
     if not side.multiple:
-        return np.array(values, np.int64)
-    lists = [value if isinstance(value, list | tuple) else [value] for value in values]
+        return np.array([index(value) for value in values], np.int64)
+    lists = [value if isinstance(value, list | tuple) else [] if value is None else [value] for value in values]
     return Ragged(
-        np.array([v for value in lists for v in value], np.int64),
+        np.array([index(v) for value in lists for v in value], np.int64),
         bounds_of(np.array([len(value) for value in lists], np.int64)),
     )

@@ -1,6 +1,7 @@
 """Events that came since an export: CSV or Parquet logs, or a Recommender's own append log."""
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.sources import find_files, literal, quote
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
-from fuxi_torchrec.serving.bundle import Bundle, Manifest, SideTable
+from fuxi_torchrec.serving.bundle import ITEMS, SIDES, Bundle, Manifest, SideTable
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary, side_values
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
 from fuxi_torchrec.serving.parts import ID_TYPES, combined
@@ -47,6 +48,7 @@ class NewEvents:
         unknown_items: events of items that the model does not know.
         bad_rows: left out, by reason.
         digest: of users, items, times and sides as they were read.
+        forgotten: users of whom nothing before these events is to stay, of a Recommender's log.
     """
 
     users: pa.Array
@@ -54,6 +56,7 @@ class NewEvents:
     unknown_items: int
     bad_rows: dict[str, int]
     digest: str
+    forgotten: pa.Array
 
     def __len__(self) -> int:
         return len(self.histories.items)
@@ -68,11 +71,13 @@ def read_events(
     """Read a file, the files below a directory, those of a glob, or the log directory of a Recommender.
 
     Times are in the export's unit, or timestamps. Side features are columns of their names, with the text values that
-    the export knows, or with dense indices.
+    the export knows, or with dense indices. The export's files that this needs are checked first.
     """
+    bundle.check(ITEMS, SIDES)
     manifest, values = bundle.manifest, side_values(bundle)
+    forgotten = pa.array([], ID_TYPES[manifest.user_id_type])
     if (Path(path) / LOG_FILE).exists():
-        table = _own_log(Path(path), manifest, values)
+        table, forgotten = _own_log(Path(path), manifest, values)
     else:
         table = _load(str(path), columns or LogColumns(), manifest, values)
     table, bad = _without_bad_rows(table, str(path), on_bad_rows)
@@ -94,16 +99,20 @@ def read_events(
         times[order].astype(np.int64),
         {name: take(column, order) for name, column in sides.items()},
     )
-    return NewEvents(encoded.dictionary, histories, int((items == UNKNOWN).sum()), bad, _digest(table))
+    unknown, digest = int((items == UNKNOWN).sum()), _digest(table, forgotten)
+    return NewEvents(encoded.dictionary, histories, unknown, bad, digest, forgotten)
 
 
-def _digest(table: pa.Table) -> str:
-    """Of the events, whatever files they are in."""
+def _digest(table: pa.Table, forgotten: pa.Array) -> str:
+    """Of the events, whatever files they are in, and of who was forgotten."""
     plain = table.combine_chunks().take(pa.array(np.arange(len(table))))  # buffers that hold nothing else
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, plain.schema) as writer:
         writer.write_table(plain)
-    return hashlib.sha256(sink.getvalue()).hexdigest()
+    digest = hashlib.sha256(sink.getvalue())
+    if len(forgotten):
+        digest.update(json.dumps(sorted(forgotten.to_pylist())).encode())
+    return digest.hexdigest()
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------
@@ -193,13 +202,15 @@ def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, value
     return ", ".join(wanted)
 
 
-def _own_log(directory: Path, manifest: Manifest, texts: Values) -> pa.Table:
-    """Events of a Recommender's log; those before a user was forgotten are not among them."""
+def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Table, pa.Array]:
+    """Events of a Recommender's log and who was forgotten; events before that are not among them."""
     rows: dict[Any, list[list[Any]]] = {}
+    forgotten: dict[Any, None] = {}
     number = 0
     for record in read_log(directory).records:
         for user in record.get("forget", ()):
             rows.pop(user, None)
+            forgotten[user] = None
         for event in record.get("events", ()):
             rows.setdefault(event[0], []).append([number, *event])
             number += 1
@@ -212,7 +223,7 @@ def _own_log(directory: Path, manifest: Manifest, texts: Values) -> pa.Table:
     for side in manifest.sides:
         kind = pa.string() if side.name in texts else pa.list_(pa.int64()) if side.multiple else pa.int64()
         columns[side.name] = pa.array([(row[4] if len(row) > 4 else {}).get(side.name) for row in ordered], kind)
-    return pa.table(columns)
+    return pa.table(columns), pa.array(list(forgotten), ID_TYPES[manifest.user_id_type])
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------

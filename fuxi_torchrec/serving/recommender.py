@@ -157,6 +157,8 @@ class Recommender:
     ) -> Answer:
         """The best items after a history that nobody stores: an anonymous session.
 
+        The last ``max_length`` events count, as for users of an export.
+
         Args:
             items: raw ids; unknown ones count as "an item I do not know".
             timestamps: rising, in the export's unit.
@@ -176,7 +178,7 @@ class Recommender:
         self._checks.time(time, "time")
         self._checks.k(k)
         indices = self._catalogue.find_few(items)
-        history = self.users.history(indices, events, [len(events)])
+        history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
         request = Request("", time, k, exclude_seen)
         (answer,) = self._answers(
             [request], self._model.encode(history), [True], [history.items if exclude_seen else None]
@@ -263,7 +265,10 @@ class Recommender:
                         crowded.add(event.user_id)
         log.sync(position)
         if crowded:
-            self.users.states(self.users.snapshots(list(crowded)))
+            try:
+                self.users.states(self.users.snapshots(list(crowded)))
+            except Exception:  # the events are on disk, and that is what was asked for
+                logger.exception("%d users could not be encoded; they are when they are asked for", len(crowded))
         results, at = [], 0
         for group in groups:
             here = slice(at, at + len(group))
@@ -310,7 +315,7 @@ class Recommender:
                 "items": m.items,
                 "users": m.users,
                 "recent_users": len(users.recent),
-                "recent_events": sum(len(recent) for recent in users.recent.values()),
+                "recent_events": users.recent_events,
                 "forgotten_users": len(users.forgotten),
                 "cached_states": users.cached,
                 "damaged_states": users.stored.damaged,
@@ -326,7 +331,7 @@ class Recommender:
 
     def _replay(self, content: LogContent) -> None:
         """Bring back what was appended. On another export than the log was begun with, what that one has is left out:
-        events up to the user's last one there.
+        events before the user's last one there, and of those at the same time as many of an item as it has.
         """
         about = _about(self.bundle)
         kinds = ("user_id_type", "item_id_type", "time_unit")
@@ -337,24 +342,30 @@ class Recommender:
             )
         same = content.about == {"version": content.about["version"], **about}
         covered, torn = 0, False
+        # what the export has of a user's last time there; more of that time came after it was made
+        events = () if same else (packed for record in content.records for packed in record.get("events", ()))
+        ties = self.users.stored_ties((user, time) for user, _, time, *_ in events)
         for record in content.records:
             for user in record.get("forget", ()):
                 self.users.forget(user)
                 torn = True
             for packed in record.get("events", ()):
                 event = Event(*packed)
-                last = self.users.last_time(event.user_id)
-                if event.timestamp < last or (not same and self.users.is_stored(event)):
+                (item,) = self._catalogue.find_few([event.item_id])
+                tied = ties.get((event.user_id, event.timestamp))
+                if event.timestamp < self.users.last_time(event.user_id):
+                    covered += 1
+                elif tied is not None and tied[item] and event.user_id not in self.users.forgotten:
+                    tied[item] -= 1
                     covered += 1
                 else:
-                    (item,) = self._catalogue.find_few([event.item_id])
                     self.users.add(event, item)
         if covered:
             logger.info("append log: %d events are part of this export already", covered)
         if self._log is not None and (torn or not same):
             # what was forgotten, and what the export has, does not stay on disk
             self.users.forget_less()
-            self._log.rewrite(about, self._compacted())
+            self._log.rewrite(about, self._compacted(), keep_old=not torn)
 
     def _compacted(self) -> Iterable[Record]:
         if self.users.forgotten:

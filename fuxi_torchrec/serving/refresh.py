@@ -9,7 +9,6 @@ Rules, also in the manifest:
 * Vectors of touched users are asked at the new ``as_of``; the others keep theirs, unless all are asked again.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -20,12 +19,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from fuxi_torchrec.durable import sync
+from fuxi_torchrec.durable import OutputLock, sync
 from fuxi_torchrec.serving.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.new_events import LogColumns, read_events
 from fuxi_torchrec.serving.refresh_run import Progress, RefreshRun
 from fuxi_torchrec.serving.refresh_summary import Summary
-from fuxi_torchrec.serving.times import check_time
+from fuxi_torchrec.serving.times import check_time, show_time
 
 
 def refresh(
@@ -46,7 +45,7 @@ def refresh(
         export: the one to begin with; it is not changed.
         events: CSV or Parquet logs (a file, a directory, a glob), or a Recommender's log directory.
         output: must not exist, or be this very refresh, already done.
-        as_of: when users are asked; the latest of the export's own and of the events by default.
+        as_of: when users are asked; the latest of the export's own and of the events by default, and never before.
         requery_all: ask all users, not only touched ones.
         forget: users that the new export does not have.
     """
@@ -54,9 +53,16 @@ def refresh(
     began = time.perf_counter()
     new = read_events(events, bundle, columns, on_bad_rows)
     manifest = bundle.manifest
+    latest = max(manifest.as_of, int(new.histories.times.max(initial=0)))
     if as_of is None:
-        as_of = max(manifest.as_of, int(new.histories.times.max(initial=0)))
+        as_of = latest
     check_time(as_of, manifest.as_of, manifest.time_unit, "as_of")
+    if as_of < latest:
+        raise ExportError(
+            f"as_of {as_of} ({show_time(as_of, manifest.time_unit)}) is before {latest} "
+            f"({show_time(latest, manifest.time_unit)}), the latest of the export's own as_of and the new events: a "
+            "user is not asked before an event that is known. Give a later time, or none"
+        )
     asked = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
     request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
     summary = Summary(str(output), as_of, len(new), unknown_items=new.unknown_items, bad_rows=new.bad_rows)
@@ -86,21 +92,13 @@ def _done_already(output: Path, request: str) -> bool:
 @contextmanager
 def _place_for(output: Path) -> Iterator[Path]:
     """A directory beside the output that only this process writes; it goes away unless it was renamed."""
-    parent = output.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
-    lock_path, place = parent / f".{output.name}.lock", parent / f".{output.name}.refreshing"
-    with lock_path.open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = lock_path.exists() and os.fstat(lock.fileno()).st_ino == lock_path.stat().st_ino
-        except OSError:
-            mine = False
-        if not mine:
-            raise ExportError(f"{output}: another refresh is writing it: wait for it, or choose another output")
+    lock, place = OutputLock(output), output.absolute().with_name(f".{output.name}.refreshing")
+    if not lock.take():
+        raise ExportError(f"{output}: another refresh is writing it: wait for it, or choose another output")
+    try:
         shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
         place.mkdir()
-        try:
-            yield place
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-            lock_path.unlink(missing_ok=True)
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        lock.release()

@@ -94,17 +94,21 @@ class RefreshRun:
         self.clock = clock
         for folder in (USERS, HISTORIES, STATES):
             (self.place / folder).mkdir()
-        events, ids = self._wanted_events()
+        events, ids, renewed = self._wanted_events()
         numbers = [part_number(path) for path in self.bundle.parts(USERS)]
         with clock("reading"):
+            self.bundle.check(USERS)
             members = [read_users(self._path(USERS, number), (), embedding=False).ids for number in numbers]
-        rows = [pc.index_in(ids, value_set=part) for part in members]  # where each touched user is
+        again = pa.array(_mask(ids, renewed))  # they start anew, as users that are not there
+        # where each touched user is
+        rows = [pc.if_else(again, None, pc.index_in(ids, value_set=part)) for part in members]
         found: NDArray[np.bool_] = np.logical_or.reduce(
             [np.zeros(len(ids), bool), *(pc.is_valid(each).to_numpy(zero_copy_only=False) for each in rows)]
         )
-        forgotten = [_mask(part, self.forget) for part in members]
+        asked = [_mask(part, self.forget) for part in members]
+        forgotten = [mask | _mask(part, renewed) for mask, part in zip(asked, members, strict=True)]
         self.summary.forgotten_users = int(sum(mask.sum() for mask in forgotten))
-        self.summary.unknown_forgotten = len(self.forget) - self.summary.forgotten_users
+        self.summary.unknown_forgotten = len(self.forget) - int(sum(mask.sum() for mask in asked))
         fresh = np.flatnonzero(~found)
         self.total = sum(len(part) for part in members) + len(fresh)
         for n, number in enumerate(numbers):
@@ -127,19 +131,21 @@ class RefreshRun:
             self._link_the_rest()
             self._finish(request)
 
-    def _wanted_events(self) -> tuple[Histories, pa.Array]:
-        """The events to apply, by user: none if they were applied before, none of users to forget."""
+    def _wanted_events(self) -> tuple[Histories, pa.Array, pa.Array]:
+        """The events to apply, by user, and of whom nothing older stays: none if they were applied before, none of
+        users to forget.
+        """
         new = self.new
         if self.digest in self.applied:
             self.summary.applied_before = True
             logger.info("these events were applied before: %s", self.digest[:16])
-            return Histories.empty(0, self.manifest.sides), new.users[:0]
+            return Histories.empty(0, self.manifest.sides), new.users[:0], new.forgotten[:0]
         unwanted = _mask(new.users, self.forget)
         self.summary.forgotten_events = int(new.histories.lengths[unwanted].sum())
-        if len(new):
+        if len(new) or len(new.forgotten):
             self.applied.append(self.digest)
         kept = np.flatnonzero(~unwanted)
-        return new.histories.select(kept), new.users.take(pa.array(kept))
+        return new.histories.select(kept), new.users.take(pa.array(kept)), new.forgotten
 
     # --- a part ------------------------------------------------------------------------------------------------------
 
@@ -163,13 +169,11 @@ class RefreshRun:
             forgotten: rows that go.
             new_ids, new_events: users that come.
         """
-        users_path = self._path(USERS, number)
         if not (len(touched) or forgotten.any() or len(new_ids) or self.requery_all):
             self._link_part(number)
             return
         with self.clock("reading"):
-            check_file(users_path, self.manifest.files[part_name(USERS, number)], contents=True)
-            users = read_users(users_path)
+            users = read_users(self._path(USERS, number))
             if not len(users):
                 users = Users.new(users.ids, self.manifest.dimension)
         on_time = events.times >= np.repeat(

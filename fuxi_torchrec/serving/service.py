@@ -254,6 +254,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         allowed.window_seconds,
         allowed.waiting,
         metrics.batch.labels("recommend").observe,
+        repeat=True,
     )
     telling: Batcher[list[requests.Event], requests.Appended] = Batcher(
         recommender.append_events,

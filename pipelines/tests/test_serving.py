@@ -104,3 +104,17 @@ def test_serve_takes_its_token_from_a_file_or_the_environment(export, tmp_path, 
     assert "holds no token" in capsys.readouterr().err
     assert serve.main(["--export", str(tmp_path)]) == 1
     assert "no export here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-k", "0"], "--max-k must be at least 1, not 0"),
+        (["--cache-mib", "-5"], "--cache-mib must be at least 0, not -5"),
+        (["--threads", "0"], "--threads must be at least 1, not 0"),
+        (["--batch-window-ms", "nan"], "--batch-window-ms must be at least 0, not nan"),
+    ],
+)
+def test_serve_refuses_numbers_that_cannot_be_meant(export, capsys, arguments, message):
+    assert serve.main(["--export", str(export), *arguments]) == 1
+    assert capsys.readouterr().err.strip() == f"serve: {message}"

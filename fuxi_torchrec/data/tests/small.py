@@ -10,8 +10,11 @@ from fuxi_torchrec.data.dataset import INFO, Dataset
 from fuxi_torchrec.data.writer import DatasetWriter
 
 
-def make_dataset(path, histories, items=None, block_users=3, side=None):
-    """A dataset of (items, times[, weights]) histories, ``block_users`` users to a row group."""
+def make_dataset(path, histories, items=None, block_users=3, side=None, texts=None):
+    """A dataset of (items, times[, weights]) histories, ``block_users`` users to a row group.
+
+    With ``texts`` there is a side feature "action" of text, a, b, c or d by the item, whose vocabulary is these texts.
+    """
     items = items or int(max((max(h[0]) for h in histories if len(h[0])), default=1))
     with DatasetWriter(path, "s", {"test": True}) as out:
         for begin in range(0, len(histories), block_users):
@@ -26,6 +29,8 @@ def make_dataset(path, histories, items=None, block_users=3, side=None):
                 columns["target"] = np.concatenate([h[2] for h in part]).astype(np.float32)
             if side == "single":
                 columns["action"] = columns["item"] % 4
+            if texts:
+                columns["action"] = np.array([1 + texts.index("abcd"[i % 4]) for i in columns["item"]], np.int32)
             table = pa.table(columns)
             if side == "multiple":
                 table = table.append_column(
@@ -36,7 +41,10 @@ def make_dataset(path, histories, items=None, block_users=3, side=None):
         out.write_table(
             "items.parquet", pa.table({"item_id": index * 100, "index": index, "count": np.ones(items, np.int64)})
         )
-        out.finish(items, {}, frozenset())
+        if texts:
+            known = pa.table({"value": texts, "index": pa.array(range(1, len(texts) + 1), pa.int32())})
+            out.write_table("side-action.parquet", known)
+        out.finish(items, {}, frozenset({"action"} if texts else ()))
     return Dataset.open(path)
 
 

@@ -41,6 +41,10 @@ class Log:
         return sorted((row for row in self.rows if row[0] == user), key=lambda row: row[2])
 
 
+def without_sides(rows):
+    return Log([(*row[:3], {"action": 0, "tags": []}) for row in rows])
+
+
 def raw_item(index, demo):
     return 1000 + index if demo.item_id_type == "int64" else f"item-{index}"
 
@@ -109,6 +113,7 @@ def users_of(path):
         histories = read_histories(bundle.path / part_name(HISTORIES, number), users.ids, bundle.manifest.sides)
         states_path = bundle.path / part_name(STATES, number, "bin")
         states = StateFile.open(states_path, bundle.manifest.model_id) if states_path.exists() else None
+        assert (len(states) if states is not None else 0) == (users.state_row >= 0).sum()  # and nobody else's
         for n, user in enumerate(users.ids.to_pylist()):
             row = {name: int(getattr(users, name)[n]) for name in ("as_of", "anchor_time", "anchor_count")}
             row |= {name: int(getattr(users, name)[n]) for name in ("events", "last_time", "state_row")}
@@ -125,14 +130,33 @@ def users_of(path):
     return found
 
 
-def check_equals_full_export(path, log, demo, expected_users, late=()):
-    """Every user is as if encoded at once from the same anchor, asked at the same time."""
+def anchors_of(counts, demo):
+    """Events before a user's anchor and how often it was moved, of a user with so many events in an export and in each
+    refresh after it: the last max_length to begin with, and again whenever new events go past max_positions.
+    """
+    encoded, moved = min(counts[0], demo.max_length), 0
+    for count in counts[1:]:
+        encoded += count
+        if count and encoded > demo.model["max_positions"]:
+            encoded, moved = demo.max_length, moved + 1
+    return sum(counts) - encoded, moved
+
+
+def check_equals_full_export(path, logs, demo, expected_users):
+    """Every user is as if encoded at once from the right anchor, asked at the same time.
+
+    Args:
+        logs: of the export and of each refresh after it, without late events.
+    """
     bundle = Bundle.open(path)
     model, found = UserModel(bundle), users_of(path)
     assert set(found) == set(expected_users)
+    everything = Log([row for log in logs for row in log.rows])
     for user, one in found.items():
-        whole = histories_of(Log([row for row in log.of(user) if row not in late]), [user], demo)
-        kept = whole.last(whole.lengths - one.row["anchor_count"])
+        whole = histories_of(everything, [user], demo)
+        anchor, _ = anchors_of([len(log.of(user)) for log in logs], demo)
+        assert one.row["anchor_count"] == anchor
+        kept = whole.last(whole.lengths - anchor)
         assert one.row["events"] == len(kept.items)
         assert one.history.items.tolist() == kept.items.tolist()
         assert one.history.times.tolist() == kept.times.tolist()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,19 +15,22 @@ import torch
 
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.serving import append_log
-from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
+from fuxi_torchrec.serving import recommender as recommender_module
+from fuxi_torchrec.serving.append_log import LOCK_FILE, LOG_FILE, OLD_FILE, read_log
 from fuxi_torchrec.serving.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
 from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.parts import part_name
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.refresh import refresh
+from fuxi_torchrec.serving.requests import Request
 from fuxi_torchrec.serving.tests.exports import (
     SIDES,
     Log,
     export_of,
     histories_of,
     random_log,
+    users_of,
 )
 from fuxi_torchrec.serving.tests.threads import mixed_operations
 
@@ -114,6 +118,24 @@ def test_text_of_side_features_is_looked_up(tmp_path):
         assert recommender.recommend([user], last, 5)[0].items == answer.items
 
 
+def test_side_values_of_an_old_log_that_the_next_export_lacks_count_as_unknown(tmp_path):
+    demo = replace(DEMO, sides=SIDES, side_rows=20)
+    log, last = log_export(tmp_path, demo)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        sides = [{"action": 19, "tags": [3, 19]}, {"action": 7, "tags": []}]
+        recommender.append([50, 50], [1003, 1004], [last + 1] * 2, sides)
+    for number, smaller in enumerate((replace(demo, side_rows=8), replace(demo, side_rows=8, text_sides=("action",)))):
+        path = tmp_path / f"y{number}"
+        export_of(path, log, range(8), smaller)
+        shutil.copytree(tmp_path / "log", tmp_path / f"log{number}")
+        with Recommender.load(path, log_dir=tmp_path / f"log{number}") as recommender:
+            (answer,) = recommender.recommend([50], last + DAY, 5)
+        known = [(50, 1003, last + 1, {"action": 0, "tags": [3, 0]}), (50, 1004, last + 1, {"action": 7, "tags": []})]
+        if smaller.text_sides:
+            known[1] = (50, 1004, last + 1, {"action": 0, "tags": []})
+        assert answer.items == expected(path, smaller, known, last + DAY)[0][:5]
+
+
 def test_seen_items_are_left_out_exactly(tmp_path):
     log, last = log_export(tmp_path, most=30)
     users = [user for user in range(8) if log.of(user)]
@@ -155,6 +177,28 @@ def test_an_approximate_index_is_used_and_can_be_left_alone(tmp_path):
     assert [answer.items for answer in one] == [answer.items for answer in other]
 
 
+def test_leaving_out_seen_items_makes_nobody_elses_search_exact(tmp_path, monkeypatch):
+    write_demo_export(tmp_path / "x", replace(DEMO, items=400))
+
+    class Index:
+        """Finds the last items only."""
+
+        def search(self, vectors, k):
+            asked.append(len(vectors))
+            return np.zeros((len(vectors), k), np.float32), np.tile(400 - np.arange(k), (len(vectors), 1))
+
+    asked = []
+    with Recommender.load(tmp_path / "x") as recommender:
+        time = recommender.manifest.as_of
+        requests = [Request(user, time, 4, exclude_seen=user == 2) for user in (1, 2, 3)]
+        exact = recommender.answer(requests)
+        monkeypatch.setattr(recommender._catalogue, "_faiss", Index())
+        one, two, three = recommender.answer(requests)
+        assert asked == [2]
+        assert one.items == three.items == [1400, 1399, 1398, 1397] and two.items == exact[1].items
+        assert two.scores == pytest.approx(exact[1].scores, abs=1e-4)
+
+
 def test_a_history_that_nobody_stores(tmp_path):
     log, last = log_export(tmp_path, most=30)
     user = next(user for user in range(8) if 3 < len(log.of(user)) < 30)
@@ -171,6 +215,18 @@ def test_a_history_that_nobody_stores(tmp_path):
             recommender.recommend_history([1001, 1002], [last, last - 1], last, 5)
         with pytest.raises(ValueError, match="2 items and 1 timestamps"):
             recommender.recommend_history([1001, 1002], [last], last, 5)
+
+
+def test_a_long_history_that_nobody_stores_counts_from_the_same_event_on(tmp_path):
+    log, last = log_export(tmp_path, most=120)
+    user = next(user for user in range(8) if len(log.of(user)) > 70)  # of which 48 are encoded
+    items, times = [row[1] for row in log.of(user)], [row[2] for row in log.of(user)]
+    with Recommender.load(tmp_path / "x") as recommender:
+        for seen in (False, True):
+            (stored,) = recommender.recommend([user], last, 30, seen)
+            answer = recommender.recommend_history(items, times, last, 30, seen)
+            assert (answer.items, answer.events) == (stored.items, stored.events) and answer.events == 48
+            assert answer.scores == pytest.approx(stored.scores, abs=1e-4)
 
 
 def test_an_unknown_user_is_served_as_new_and_that_is_said(export):
@@ -244,6 +300,19 @@ def test_late_events_are_left_out_and_unknown_items_counted(tmp_path):
         assert len(recommender.recommend(numbers, np.int64(last), 3)) == 2
 
 
+def test_events_on_disk_are_acknowledged_even_if_they_cannot_be_encoded_yet(tmp_path, monkeypatch):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        with monkeypatch.context() as patch:
+            patch.setattr(recommender_module, "_EAGER", 4)
+            patch.setattr(recommender._model.encoder, "append", lambda *_: 1 / 0)
+            assert recommender.append([1] * 4, [1001] * 4, [last + 1] * 4).accepted == 4
+        before = recommender.recommend([1], last + DAY, 5)
+    with Recommender.load(tmp_path / "x") as recommender:
+        assert recommender.info()["recent_events"] == 4
+        assert [a.items for a in recommender.recommend([1], last + DAY, 5)] == [a.items for a in before]
+
+
 def test_what_was_appended_survives_a_restart(tmp_path):
     _log, last = log_export(tmp_path)
     with Recommender.load(tmp_path / "x") as recommender:
@@ -279,10 +348,50 @@ def test_forgetting_leaves_nothing_on_disk_after_a_restart(tmp_path):
         assert recommender.append([1], [1005], [last - 10 * DAY]).accepted == 1  # a new user, as far as we know
         (back,) = recommender.recommend([1], last, 5)
         assert (back.known, back.events) == (True, 1)
+        assert recommender.info()["recent_events"] == 1
     with Recommender.load(tmp_path / "x") as recommender:
         assert recommender.recommend([1], last, 5) == [back]
     records = read_log(tmp_path / "x.log").records
     assert records == [{"forget": [1]}, {"events": [[1, 1005, last - 10 * DAY]]}]
+
+
+def test_a_refresh_from_the_log_leaves_nothing_of_forgotten_users(tmp_path):
+    log, last = log_export(tmp_path)
+    gone, back, other = [user for user in range(8) if len(log.of(user)) >= 20][:3]  # they have states
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([gone, back, 70], [1001, 1002, 1003], [last + 1] * 3)
+        recommender.forget([gone, back, 70])
+        recommender.append([back, other], [1004, 1005], [last - 9 * DAY, last + 2])  # a new user's first event
+        answers = recommender.recommend([gone, back, other], last + DAY, 5)
+    summary = refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    assert (summary.forgotten_users, summary.new_users, summary.late_events) == (2, 1, 0)
+    found = users_of(tmp_path / "y")
+    assert found.keys() == set(range(8)) - {gone}
+    assert found[back].history.items.tolist() == [4] and found[back].row["anchor_count"] == 0
+    for log_dir in ("fresh", "log"):
+        with Recommender.load(tmp_path / "y", log_dir=tmp_path / log_dir) as recommender:
+            now = recommender.recommend([gone, back, other], last + DAY, 5)
+        assert [(a.known, a.events, a.items) for a in now] == [(a.known, a.events, a.items) for a in answers]
+    # once more on the new export: recognised
+    again = refresh(tmp_path / "y", saved_log(tmp_path, gone, back, last, other), tmp_path / "z")
+    assert again.applied_before and users_of(tmp_path / "z").keys() == found.keys()
+
+
+def saved_log(tmp_path, gone, back, last, other):
+    """A log with the same forgotten users and later events."""
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "same") as recommender:
+        recommender.append([70], [1001], [last])
+        recommender.forget([70, gone, back])
+        recommender.append([back, other], [1004, 1005], [last - 9 * DAY, last + 2])
+    return tmp_path / "same"
+
+
+def test_a_log_that_only_forgets_makes_an_export_without_these_users(tmp_path):
+    log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.forget([5])
+    assert refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y").forgotten_users == 1
+    assert users_of(tmp_path / "y").keys() == set(range(8)) - {5}
 
 
 def test_the_log_goes_on_with_the_next_export(tmp_path):
@@ -300,6 +409,52 @@ def test_the_log_goes_on_with_the_next_export(tmp_path):
         after = recommender.recommend([1, 2], last + DAY, 5)
     assert [answer.items for answer in after] == [answer.items for answer in before]
     assert read_log(tmp_path / "log").records == [{"events": [[1, 1003, last + 9]]}]
+
+
+def test_events_of_one_time_are_kept_when_the_next_export_has_only_the_first(tmp_path):
+    _log, last = log_export(tmp_path)
+    time = last + 7
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([3, 3, 4], [1001, 7, 1009], [time] * 3)  # 7 is an item that nobody knows
+        refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+        recommender.append([3, 3, 3, 3], [1002, 1001, 8, 1003], [time, time, time, time + 1])
+        before = recommender.recommend([3, 4], time + DAY, 5)
+    for _ in range(2):  # and after a restart
+        with Recommender.load(tmp_path / "y", log_dir=tmp_path / "log") as recommender:
+            assert [event.item_id for event in recommender.users.recent[3].raw] == [1002, 1001, 8, 1003]
+            after = recommender.recommend([3, 4], time + DAY, 5)
+        assert [(answer.items, answer.events) for answer in after] == [
+            (answer.items, answer.events) for answer in before
+        ]
+
+
+def test_the_log_before_a_change_of_exports_is_kept(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1, 2], [1001, 1002], [last + 1, last + 2])
+        before = recommender.recommend([1, 2], last + DAY, 5)
+    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    whole = (tmp_path / "log" / LOG_FILE).read_bytes()
+    for _ in range(2):  # a restart leaves it alone
+        Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
+        assert (tmp_path / "log" / OLD_FILE).read_bytes() == whole
+    # back to the export before
+    os.replace(tmp_path / "log" / OLD_FILE, tmp_path / "log" / LOG_FILE)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        assert recommender.recommend([1, 2], last + DAY, 5) == before
+
+
+def test_an_old_log_keeps_nothing_of_forgotten_users(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1, 2], [1001, 1002], [last + 1, last + 2])
+    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    with Recommender.load(tmp_path / "y", log_dir=tmp_path / "log") as recommender:
+        assert (tmp_path / "log" / OLD_FILE).exists()
+        recommender.forget([1])
+    Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [LOG_FILE, LOCK_FILE]
+    assert b"1001" not in (tmp_path / "log" / LOG_FILE).read_bytes()
 
 
 def test_a_log_of_other_ids_is_refused(tmp_path):

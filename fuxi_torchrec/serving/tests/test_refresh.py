@@ -7,14 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, Bundle, ExportError
+from fuxi_torchrec.serving.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError
 from fuxi_torchrec.serving.demo import DAY, START, DemoExport
 from fuxi_torchrec.serving.parts import part_name
 from fuxi_torchrec.serving.refresh import refresh
-from fuxi_torchrec.serving.tests.exports import SIDES, Log, check_equals_full_export, export_of, random_log, users_of
+from fuxi_torchrec.serving.states import StateFile
+from fuxi_torchrec.serving.tests.exports import (
+    SIDES,
+    Log,
+    anchors_of,
+    check_equals_full_export,
+    export_of,
+    random_log,
+    users_of,
+    without_sides,
+)
 
 DEMO = DemoExport(items=40, max_length=24, state_min_events=10, users_per_part=5)
 DEMO = replace(DEMO, model={**DEMO.model, "max_positions": 32})
@@ -39,6 +50,10 @@ def cut(log, draw, users):
     return before, after
 
 
+def moved_anchors(logs, demo, users):
+    return sum(anchors_of([len(log.of(user)) for log in logs], demo)[1] for user in users)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_refreshes_equal_a_full_export(tmp_path, seed):
     draw = np.random.default_rng(seed)
@@ -51,15 +66,17 @@ def test_refreshes_equal_a_full_export(tmp_path, seed):
     first, second = cut(after, draw, users)
     known = users[:-2]  # the last two are new
     export_of(tmp_path / "full", before, known, demo)
-    refresh(tmp_path / "full", first.write(tmp_path / "1.parquet", demo.sides), tmp_path / "r1")
-    everything = Log(before.rows + first.rows)
+    summary = refresh(tmp_path / "full", first.write(tmp_path / "1.parquet", demo.sides), tmp_path / "r1")
     there = {*known, *(row[0] for row in first.rows)}
-    check_equals_full_export(tmp_path / "r1", everything, demo, there)
+    check_equals_full_export(tmp_path / "r1", [before, first], demo, there)
+    assert summary.reanchored_users == moved_anchors([before, first], demo, users)
     summary = refresh(
         tmp_path / "r1", second.write(tmp_path / "2.parquet", demo.sides), tmp_path / "r2", requery_all=bool(seed % 2)
     )
-    everything.rows += second.rows
-    found = check_equals_full_export(tmp_path / "r2", everything, demo, there | {row[0] for row in second.rows})
+    logs = [before, first, second]
+    found = check_equals_full_export(tmp_path / "r2", logs, demo, there | {row[0] for row in second.rows})
+    moved = moved_anchors(logs, demo, users)
+    assert summary.reanchored_users == moved - moved_anchors(logs[:2], demo, users) and moved > 0
     assert all(one.row["events"] <= 32 for one in found.values())
     assert not summary.late_events
     if seed % 2:
@@ -125,10 +142,8 @@ def test_late_events_are_counted_and_left_out(tmp_path):
     events = Log([*late, (user, 1003, mine, {}), (user, 1004, last + 9, {})]).write(tmp_path / "e.csv")
     summary = refresh(tmp_path / "a", events, tmp_path / "b")
     assert summary.late_events == 2
-    new = Log([*log.rows, (user, 1003, mine, {}), (user, 1004, last + 9, {})])
-    for n, row in enumerate(new.rows):
-        new.rows[n] = (*row[:3], {"action": 0, "tags": []})
-    check_equals_full_export(tmp_path / "b", new, DEMO, range(12))
+    new = without_sides([(user, 1003, mine, {}), (user, 1004, last + 9, {})])
+    check_equals_full_export(tmp_path / "b", [log, new], DEMO, range(12))
     only_late = Log(late).write(tmp_path / "late.csv")
     assert refresh(tmp_path / "a", only_late, tmp_path / "c").parts_linked == 3
 
@@ -140,11 +155,14 @@ def test_forgotten_users_are_gone(tmp_path):
     assert (summary.forgotten_users, summary.unknown_forgotten, summary.forgotten_events) == (2, 2, 2)
     found = users_of(tmp_path / "b")
     assert found.keys() == set(range(12)) - {2, 11}
-    new = Log([(*row[:3], {"action": 0, "tags": []}) for row in log.rows + events.rows[:1]])
-    check_equals_full_export(tmp_path / "b", new, DEMO, set(range(12)) - {2, 11})
-    # and their bytes are in no file of the new export that they were in before
+    check_equals_full_export(tmp_path / "b", [log, without_sides(events.rows[:1])], DEMO, set(range(12)) - {2, 11})
+    # and they are in no file of the new export
     bundle = Bundle.open(tmp_path / "b")
     assert bundle.manifest.users == 10
+    for path in (*bundle.parts(USERS), *bundle.parts(HISTORIES)):
+        assert not {2, 11, 77, 500} & set(pq.read_table(path)["user_id"].to_pylist())
+    records = sum(len(StateFile.open(path)) for path in bundle.parts(STATES))
+    assert records == bundle.manifest.states == sum(one.row["state_row"] >= 0 for one in found.values()) > 0
     assert not os.path.samefile(tmp_path / "a" / part_name(USERS, 2), tmp_path / "b" / part_name(USERS, 2))
 
 
@@ -170,19 +188,24 @@ def test_a_damaged_state_is_encoded_again(tmp_path):
     events = Log([(users[0], 1001, last + 1, {})])
     summary = refresh(tmp_path / "a", events.write(tmp_path / "e.csv"), tmp_path / "b")
     assert summary.damaged_states == len(users)
-    new = Log([(*row[:3], {"action": 0, "tags": []}) for row in log.rows + events.rows])
-    check_equals_full_export(tmp_path / "b", new, DEMO, range(12))
+    check_equals_full_export(tmp_path / "b", [log, without_sides(events.rows)], DEMO, range(12))
 
 
-@pytest.mark.parametrize("folder", [USERS, HISTORIES])
-def test_damaged_files_are_refused(tmp_path, folder):
-    _, last = small(tmp_path)
-    path = tmp_path / "a" / part_name(folder, 0)
+@pytest.mark.parametrize(
+    "name",
+    [part_name(USERS, 0), part_name(USERS, 2), part_name(HISTORIES, 0), part_name(ITEMS, 0), "sides/action.parquet"],
+)
+def test_damaged_files_are_refused(tmp_path, name):
+    demo = replace(DEMO, sides=SIDES, text_sides=("action",))
+    log = random_log(np.random.default_rng(1), demo, range(12), 20)
+    export_of(tmp_path / "a", log, range(12), demo)
+    path = tmp_path / "a" / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    events = Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
-    with pytest.raises(ExportError, match=r"part-00000.parquet has another checksum"):
+    last = max(row[2] for row in log.rows)
+    events = Log([(0, 1001, last, {"action": "value-1", "tags": [1]})]).write(tmp_path / "e.parquet", SIDES)
+    with pytest.raises(ExportError, match=f"{name} has another checksum"):
         refresh(tmp_path / "a", events, tmp_path / "b")
     assert not (tmp_path / "b").exists() and not list(tmp_path.glob(".b*"))
 
@@ -196,6 +219,17 @@ def test_an_output_is_never_written_over(tmp_path):
     (tmp_path / "c").mkdir()
     with pytest.raises(ExportError, match="exists"):
         refresh(tmp_path / "a", events, tmp_path / "c")
+
+
+@pytest.mark.parametrize("new", [-5, 9])
+def test_nobody_is_asked_before_an_event_that_is_known(tmp_path, new):
+    _, last = small(tmp_path)
+    events = Log([(0, 1001, last + new, {})]).write(tmp_path / "e.csv")
+    latest = max(last, last + new)
+    with pytest.raises(ExportError, match=rf"as_of {latest - 1} \(.*\) is before {latest} "):
+        refresh(tmp_path / "a", events, tmp_path / "b", as_of=latest - 1)
+    assert not list(tmp_path.glob("*b"))
+    assert refresh(tmp_path / "a", events, tmp_path / "b", as_of=latest).as_of == latest
 
 
 def test_two_refreshes_into_one_output(tmp_path):

@@ -220,3 +220,38 @@ def test_concurrent_requests_get_their_own_answers(client, recommender):
             assert answer["user"] == user
             items = [item["item_id"] for item in answer["items"]]
             assert items == alone[user].items[: len(items)]
+
+
+def test_a_request_that_cannot_be_answered_fails_alone(recommender, monkeypatch):
+    answer, sizes = recommender.answer, []
+
+    def failing(requests):
+        sizes.append(len(requests))
+        if any(request.user_id == 5 for request in requests):
+            raise OSError("the history of user 5 cannot be read")
+        return answer(requests)
+
+    monkeypatch.setattr(recommender, "answer", failing)
+    app = create_app(recommender, limits=Limits(batch=8, window_seconds=1.0))
+    with TestClient(app, raise_server_exceptions=False) as client, ThreadPoolExecutor(8) as pool:
+        when = as_of(client)
+        bodies = [{"user_id": user, "time": when} for user in range(8)]
+        codes = list(pool.map(lambda body: client.post("/recommend", json=body).status_code, bodies))
+    assert codes == [200] * 5 + [500] + [200] * 2
+    assert max(sizes) > 1
+
+
+def test_work_that_changes_something_is_not_repeated():
+    calls = []
+
+    def work(given):
+        calls.append(list(given))
+        raise ValueError("no")
+
+    batcher = Batcher(work, "test", most=4, window_seconds=0.5)
+    futures = [batcher.submit(n) for n in range(4)]
+    for future in futures:
+        with pytest.raises(ValueError, match="no"):
+            future.result(5)
+    batcher.close()
+    assert [n for call in calls for n in call] == [0, 1, 2, 3]

@@ -15,13 +15,14 @@ from fuxi_torchrec.serving.tests.exports import assert_states_close, export_of, 
 def mixed_operations(tmp_path, operations, every, threads=8, users=24):
     """Append, forget and ask from several threads; check the states and every so many answers. How many were checked.
 
-    Each user has one thread that writes; everybody asks for everybody.
+    Each user has one thread that writes; everybody asks for everybody. The writer is answered with exactly the events
+    that were told.
     """
     model = {**DemoExport().model, "dim": 8, "num_layers": 1, "num_heads": 1, "kernel_dim": 4}
     model["temporal_periods"] = (3600, DAY)
     demo = DemoExport(items=50, model=model, max_length=40, state_min_events=20, users_per_part=5)
     export_of(tmp_path / "x", random_log(np.random.default_rng(0), demo, range(users), 30), range(users), demo)
-    last = Bundle.open(tmp_path / "x").manifest.as_of
+    last, stored = Bundle.open(tmp_path / "x").manifest.as_of, users_of(tmp_path / "x")
     recommender = Recommender.load(tmp_path / "x")
     recommender.users.cache_users = users - 4
     clock, clock_lock = [last], threading.Lock()
@@ -30,6 +31,7 @@ def mixed_operations(tmp_path, operations, every, threads=8, users=24):
     def work(number):
         draw = np.random.default_rng(number)
         mine = [user for user in range(users) if user % threads == number]
+        events = {user: stored[user].row["events"] for user in mine}
         try:
             for n in range(operations):
                 what = draw.random()
@@ -41,13 +43,17 @@ def mixed_operations(tmp_path, operations, every, threads=8, users=24):
                     item = 1001 + int(draw.integers(50))
                     assert recommender.append([user], [item], [time]).accepted == 1
                     told[number].append((user, item, time))
+                    events[user] += 1
                 elif what < 0.604:
                     user = int(draw.choice(mine))
                     recommender.forget([user])
                     told[number].append((user, None, None))
+                    events[user] = 0
                 else:
                     asked = draw.choice(users, 1 + (n % 8 == 0), replace=False).tolist()
                     got = recommender.recommend(asked, last + 10 * DAY, 3, exclude_seen=bool(n % 4 == 0))
+                    for answer in got:
+                        assert answer.events == events.get(answer.user_id, answer.events), answer
                     if n % every == 0:
                         answers[number].append(got)
         except BaseException as error:
@@ -79,7 +85,6 @@ def mixed_operations(tmp_path, operations, every, threads=8, users=24):
     for got in (answer for some in answers for batch in some for answer in batch):
         wanted.setdefault(got.user_id, {}).setdefault(got.events, []).append(got)
     model = UserModel(Bundle.open(tmp_path / "x"))
-    stored = users_of(tmp_path / "x")
     checked = 0
     for user, by_events in wanted.items():
         prefixes = prefix_scores(model, stored[user].history, [t for some in told for t in some if t[0] == user])
