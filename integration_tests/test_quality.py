@@ -7,6 +7,7 @@ import pytest
 from fuxi_torchrec.config import load_config
 from fuxi_torchrec.data.prepare import prepare_synthetic
 from fuxi_torchrec.data.synthetic import SyntheticConfig, oracle_hit_rate
+from fuxi_torchrec.worker_group import WorkerGroup
 from integration_tests import runs
 
 SET = SyntheticConfig(*(1200, 0, 100, 10), median_length=120, length_sigma=0.5, window=10, drift_days=40, repeat=0.1)
@@ -14,12 +15,13 @@ DEMO = Path(__file__).parents[1] / "configs" / "demo.yaml"
 SETTINGS = ["batch.max_length=256", "train.epochs=4", "validation.users=200", "logging.tensorboard=false"]
 
 
-@pytest.mark.timeout(400)
-def test_half_of_what_can_be_known_is_learned_and_not_without_the_time(workers, tmp_path):
+@pytest.mark.timeout(600)
+def test_half_of_what_can_be_known_is_learned_and_not_without_the_time(tmp_path):
     prepare_synthetic(SET, tmp_path / "set")
     data = f"data.path={tmp_path / 'set'}"
-    found = workers(2).run(hit_rates, tmp_path / "whole", [data, *SETTINGS])[0]
-    without = workers(2).run(hit_rates, tmp_path / "without", [data, *SETTINGS, "model.use_temporal=false"])[0]
+    with WorkerGroup(2, timeout_seconds=280) as group:
+        found = group.run(hit_rates, tmp_path / "whole", [data, *SETTINGS])[0]
+        without = group.run(hit_rates, tmp_path / "without", [data, *SETTINGS, "model.use_temporal=false"])[0]
     simple, best = max(found["popularity"], found["recent items"]), oracle_hit_rate(SET)
     share = (found["model"] - simple) / (best - simple)
     assert share > 0.5, (found, best)
