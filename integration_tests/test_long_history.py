@@ -32,6 +32,7 @@ def test_a_hundred_thousand_events_train_within_four_gigabytes():
     assert int(done.stdout) * 1024 < 4e9
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("trained", [False, True], ids=["as initialised", "away from it"])
 def test_twenty_thousand_one_event_appends_stay_with_the_forward_pass(trained):
     n = 20_000
