@@ -93,13 +93,28 @@ def machine() -> str:
     """One line about the machine, the versions and the commit."""
     with open("/proc/cpuinfo") as file:
         names = {line.partition(":")[2].strip() for line in file if line.startswith("model name")}
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE, check=False
-    ).stdout.strip()
     return (
         f"{', '.join(sorted(names))}, {os.cpu_count()} cores; Python {platform.python_version()}, "
-        f"torch {torch.__version__}, {torch.get_num_threads()} thread; commit {commit or 'unknown'}"
+        f"torch {torch.__version__}, {torch.get_num_threads()} thread(s); commit {_commit()}"
     )
+
+
+def _commit() -> str:
+    """Of what is measured; what benchmarks themselves write does not count as a change."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, cwd=HERE.parent, check=False).stdout
+
+    changed = git(
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        ".",
+        f":!{HERE.name}/RESULTS.md",
+        f":!{HERE.name}/results",
+    )
+    return (git("rev-parse", "--short", "HEAD").strip() or "unknown") + ("-dirty" if changed.strip() else "")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
