@@ -276,8 +276,8 @@ def scaling(scratch: Path) -> tuple[str, list[Aim], Any]:
     one, two = max(speeds[1]), max(speeds[2])
     text = (
         f"A second process: {one:,.0f} events/s on one process of one thread, {two:,.0f} on two, tables row-wise "
-        "(*movies* as above but 16,384 events a step, which divide more evenly than 128 users; the best of five turns of "
-        "30 steps each)."
+        "(*movies* as above but 16,384 events a step, which divide more evenly than 128 users; the best of five turns "
+        "of 30 steps each)."
     )
     aim = Aim("events/s of two processes over one", two / one, SCALING_AIM)
     return text, [aim], {str(n): found for n, found in speeds.items()}
