@@ -195,7 +195,7 @@ def negatives(scratch: Path) -> tuple[str, list[Aim], Any]:
     head = ["catalogue of", "items", "d", "shared, ms", "uniform, ms", "uniform, plain, ms", "ratio", "ratio to plain"]
     what = (
         f"The loss step of {LossStep.positions:,} positions: drawing negatives, deduplicating, looking rows up, the "
-        "loss and its gradients for outputs and rows; what the optimizer makes of them is the same for all. *shared*: "
+        "loss and its gradients for outputs and looked-up rows, not the table's gradient and update. *shared*: "
         "1,024 for all positions, *uniform*: 128 for each; *plain* is the same with torch's operations and autograd on "
         "positions x negatives x width, as the released code does."
     )
