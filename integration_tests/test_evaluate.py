@@ -91,7 +91,7 @@ def test_baselines_stand_beside_the_model(workers, trained):
     two = workers(2).run(evaluate, trained / "row_wise")[0]
     for seen in (False, True):
         baselines = found["test", seen]["baselines"]
-        assert baselines.keys() == {"popularity", "recent items", "transitions"}
+        assert baselines.keys() == {"popularity", "recent items", "frequent items", "transitions"}
         for name, metrics in baselines.items():
             assert {k: v for k, v in metrics.items() if k != "by_history_length"} == pytest.approx(
                 {k: v for k, v in two["test", seen]["baselines"][name].items() if k != "by_history_length"}

@@ -1,7 +1,7 @@
-"""What a model must beat: popular items, the user's latest items, and what usually follows the last one.
+"""What a model must beat: popular items, the user's latest and most frequent ones, what usually follows the last one.
 
 Each is an order of all known items, so a target has exactly one rank: items with equal scores stand by popularity, and
-items of equal popularity by index.
+items of equal popularity by index; a user's equally frequent items by how lately they came.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.training.ranking import UNRANKED
 
 Ints = NDArray[np.int64]
-NAMES = ("popularity", "recent items", "transitions")
+NAMES = ("popularity", "recent items", "frequent items", "transitions")
 
 
 @dataclass(frozen=True)
@@ -76,19 +76,21 @@ class Baselines:
                 ranks[name].append(rank)
         return {name: torch.tensor(found, dtype=torch.int64) for name, found in ranks.items()}
 
-    def _of_user(self, history: Ints, target: int, filter_seen: bool) -> tuple[int, int, int]:
+    def _of_user(self, history: Ints, target: int, filter_seen: bool) -> list[int]:
         if target == 0:
-            return (UNRANKED,) * 3
-        distinct, back = np.unique(history[::-1], return_index=True)
+            return [UNRANKED] * len(NAMES)
+        distinct, back, times = np.unique(history[::-1], return_index=True, return_counts=True)
+        known = self.known[distinct]
+        distinct, back, times = distinct[known], back[known], times[known]
         recent = distinct[np.argsort(back)]  # latest first
-        recent = recent[self.known[recent]]
+        frequent = distinct[np.lexsort((back, -times))]
         after = self._transitions.of(int(history[-1])) if len(history) else recent[:0]
         left_out = recent[recent != target] if filter_seen else recent[:0]
         if filter_seen:
-            recent = recent[:0]  # none of them is a candidate
+            recent = frequent = recent[:0]  # none of them is a candidate
             after = after[~np.isin(after, left_out)]
-        rules = (recent[:0], recent, after)
-        return tuple(self._rank(first, target, left_out) for first in rules)  # type: ignore[return-value]
+        rules = (recent[:0], recent, frequent, after)
+        return [self._rank(first, target, left_out) for first in rules]
 
     def _rank(self, first: Ints, target: int, left_out: Ints) -> int:
         """The target's place when ``first`` come first, then all others by popularity."""

@@ -89,7 +89,7 @@ def evaluate(
         request_times: asked at the target's time, at the last event's, or both.
         filter_seen: leave items of the user's whole history out of the candidates; the target stays.
         users: a fixed sample of so many rows of the dataset; None takes all.
-        baselines: rank by popularity, recent items and transitions too.
+        baselines: rank by popularity, recent and frequent items and transitions too.
     """
     began = time.monotonic()
     world, max_length = run.world, run.config.batch.max_length

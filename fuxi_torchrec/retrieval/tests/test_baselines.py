@@ -44,6 +44,9 @@ def expected(histories, known, filter_seen):
         rules = {
             "popularity": popular.get,
             "recent items": lambda i, r=recent, p=popular: (r.get(i, 10**9), p[i]),
+            "frequent items": lambda i, r=recent, o=Counter(history), p=popular: (
+                (-o[i], r[i], p[i]) if i in r else (1, 0, p[i])
+            ),
             "transitions": lambda i, last=history[-1], p=popular: (-follows[last, i] if known[last] else 0, p[i]),
         }
         for name, rule in rules.items():
