@@ -71,3 +71,19 @@ assert not any(name.partition(".")[0] in ("torchrec", "fbgemm_gpu") for name in 
     damaged = subprocess.run(plain, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert damaged.returncode == 1 and "another checksum than when it was written" in damaged.stderr
     assert not (tmp_path / "other").exists()
+
+
+def test_a_run_is_explained_in_a_table_and_a_figure(workers, tmp_path):
+    from integration_tests import runs
+
+    settings = [f"data.path={runs.small_dataset(tmp_path / 'set')}", "train.max_steps=2"]
+    workers(2).run(runs.run, tmp_path / "run", settings)
+    explain = [sys.executable, "-m", "pipelines.explain", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(explain, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    for words in ("block 0", "retention", "half-life", "period"):
+        assert words in done.stdout
+    assert (tmp_path / "run" / "explain.png").read_bytes().startswith(b"\x89PNG")
+    missing = [*explain, "--checkpoint", "7"]
+    done = subprocess.run(missing, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "there are step-000000002" in done.stderr

@@ -29,8 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _find(run: Path, which: str) -> Path:
+def find(run: Path, which: str | None) -> Path:
+    """A run's checkpoint: ``best``, ``latest`` or a step; None for the best one if there is one, else the latest."""
     directory = run / "checkpoints"
+    if which is None:
+        which = "best" if (directory / "best").exists() else "latest"
     if which in ("best", "latest"):
         pointer = directory / which
         if not pointer.exists():
@@ -64,7 +67,7 @@ def _read(path: Path) -> str:
 def _unshard(options: argparse.Namespace) -> int:
     from fuxi_torchrec.training.unshard import unshard
 
-    weights = unshard(options.run, _find(options.run, options.checkpoint), options.output)
+    weights = unshard(options.run, find(options.run, options.checkpoint), options.output)
     print(f"{options.output}: {len(weights)} tensors, {sum(w.numel() for w in weights.values()):,} numbers")
     return 0
 
