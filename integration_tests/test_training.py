@@ -225,6 +225,7 @@ def test_validation_keeps_the_best_checkpoint_and_stops_early(workers, data, tmp
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     workers(2).run(runs.run, tmp_path / "run", settings)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before, "a run that stopped early stays so"
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary and summary["seconds"] > 0
 
 
 def test_a_run_stopped_before_its_last_validation_has_it_when_started_again(workers, data, tmp_path):

@@ -407,6 +407,8 @@ class Trainer:
         }
         with failing_together("writing the summary"):
             if self.world.rank == 0:
+                if not events:  # nothing was left to do: what was measured in training stays
+                    summary |= self.directory.measured()
                 write_atomically(self.directory.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
         return summary
 
