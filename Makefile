@@ -6,7 +6,7 @@ VARIANT ?= cpu
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup doctor lint types unit check integration test test-slurm bench format wheel clean
+.PHONY: help demo setup doctor lint types unit check integration test test-slurm bench quality format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ test-slurm: setup  ## a real Slurm on this machine alone, and a job through it (
 
 bench: setup  ## all benchmarks, into benchmarks/RESULTS.md (an hour on an idle machine)
 	python -m benchmarks
+
+quality: setup  ## a short training on MovieLens-1M against a recorded floor; DATA=path/to/ml-1m, else fetched
+	python -m benchmarks.gate $(if $(DATA),--data "$(DATA)")
 
 format: setup  ## rewrite the sources the way ruff wants them
 	ruff check --fix .

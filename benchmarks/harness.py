@@ -86,7 +86,7 @@ class Aim:
 
     def __str__(self) -> str:
         bound = "at most" if self.at_most else "at least"
-        return f"{self.what}: {self.found:.2f} ({bound} {self.wanted:g}) {'reached' if self.reached else 'MISSED'}"
+        return f"{self.what}: {self.found:.4g} ({bound} {self.wanted:g}) {'reached' if self.reached else 'MISSED'}"
 
 
 def machine() -> str:

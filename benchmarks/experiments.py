@@ -1,0 +1,130 @@
+"""Experiments on real data: training runs with their commands, what came out, and the tables made of it.
+
+    python -m benchmarks.experiments list
+    python -m benchmarks.experiments run NAME ... [--jobs 2]     # names may be patterns: 'ml-1m-*'
+    python -m benchmarks.experiments report
+
+`run` trains and evaluates through the commands that `list` shows, below runs/experiments, and writes what came out to
+docs/results/NAME.json; a run that was interrupted is resumed. `report` writes the tables and figures of docs/results.md
+from these files alone.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness, movielens, report
+from benchmarks.rows import ROWS, SETS, Row
+
+ROOT = Path(__file__).parents[1]
+RUNS = Path("runs/experiments")
+RESULTS = ROOT / "docs" / "results"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.experiments", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="all rows with their commands")
+    run = commands.add_parser("run", help="train and evaluate rows")
+    run.add_argument("names", nargs="+", metavar="NAME")
+    run.add_argument("--jobs", type=int, default=1, help="rows at a time; those of one process may share two cores")
+    commands.add_parser("report", help="write docs/results.md's tables and figures")
+    options = parser.parse_args(arguments)
+    if options.command == "list":
+        for row in ROWS:
+            print(f"{row.name}: {row.what}")
+            for command in commands_of(row):
+                print(f"  {command}")
+        return 0
+    if options.command == "report":
+        return report.write(RESULTS, ROOT / "docs" / "results.md")
+    wanted = [row for row in ROWS if any(fnmatchcase(row.name, name) for name in options.names)]
+    for name in options.names:
+        if not any(fnmatchcase(row.name, name) for row in ROWS):
+            parser.error(f"no row {name}: `python -m benchmarks.experiments list` shows them")
+    for name in sorted({row.set for row in wanted}):
+        prepare(name)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        codes = list(pool.map(lambda row: run_row(row, options.jobs), wanted))
+    return max(codes)
+
+
+def prepare(name: str) -> None:
+    """Make a dataset where configurations look for it, if it is not there."""
+    output = ROOT / "data" / name
+    if output.exists():
+        return
+    if name == "ml-1m":
+        movielens.fetch(ROOT / "data" / "ml-1m-raw")
+    subprocess.run(shlex.split(SETS[name]), cwd=ROOT, env=environment(), check=True)
+
+
+def commands_of(row: Row) -> list[str]:
+    """What a person would type: training, then the evaluations."""
+    run_dir, launch = RUNS / row.name, f"torchx run dist.ddp -j 1x{row.processes} -m"
+    settings = " ".join(shlex.quote(each) for each in row.settings)
+    train = f"{launch} pipelines.train -- --config {row.config} --run-dir {run_dir} {settings}"
+    evaluate = f"{launch} pipelines.evaluate -- --run-dir {run_dir} --split {row.split}"
+    found = [train.strip(), f"{evaluate} --output {run_dir}/all.json"]
+    if row.set == "ml-1m":
+        found.append(f"{evaluate} --filter-seen --output {run_dir}/unseen.json")
+    return found
+
+
+def environment() -> dict[str, str]:
+    """With this environment's programs first."""
+    return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+
+
+def run_row(row: Row, jobs: int) -> int:
+    """Run a row's commands and write down what came out; their first exit code that is not 0."""
+    commands = commands_of(row)
+    for command in commands:
+        print(f"{row.name}: {command}", flush=True)
+        done = subprocess.run(
+            shlex.split(command), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            print(f"{row.name}: exit code {done.returncode}\n{done.stderr[-4000:]}", file=sys.stderr)
+            return done.returncode
+    run_dir = ROOT / RUNS / row.name
+    found: dict[str, Any] = {
+        "commands": commands,
+        "machine": harness.machine(),
+        "at_a_time": jobs,
+        "training": json.loads((run_dir / "summary.json").read_text()),
+    }
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    found["curve"] = [
+        {"step": line["step"], **{name: round(line["validation"][name], 5) for name in ("hr@10", "ndcg@10")}}
+        for line in lines
+        if "validation" in line
+    ]
+    for kind in ("all", "unseen"):
+        if (run_dir / f"{kind}.json").exists():
+            found[kind] = rounded(json.loads((run_dir / f"{kind}.json").read_text()))
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{row.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+    kinds = [f"{kind} {found[kind]['target']['hr@10']:.4f}" for kind in ("all", "unseen") if kind in found]
+    print(f"{row.name}: HR@10 {', '.join(kinds)}, {found['training']['seconds']:.0f} s", flush=True)
+    return 0
+
+
+def rounded(value: Any) -> Any:
+    """Numbers with five digits after the point, and no paths."""
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items() if name != "dataset_path"}
+    return round(value, 5) if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""docs/results.md's tables and figures, from what the experiments wrote."""
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.rows import ROWS, Row
+
+Found = dict[str, Any]  # what one run's file holds
+RANKED = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
+BASELINES = ("popularity", "recent items", "frequent items", "transitions")
+
+
+def write(results: Path, page: Path) -> int:
+    """Put every study's table into the page, and draw the figures; 1 if a study has no runs yet."""
+    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    text, missing = page.read_text(), 0
+    for study, make in TABLES.items():
+        rows = [row for row in ROWS if row.study == study]
+        done = [row for row in rows if row.name in found]
+        missing += len(rows) - len(done)
+        text = replaced(text, study, make(done, found) if done else "Not measured yet.")
+    page.write_text(text)
+    lengths(found, results / "lengths.png")
+    curves(found, results / "curves.png")
+    if missing:
+        print(f"{missing} of {len(ROWS)} rows have no result yet")
+    return int(missing > 0)
+
+
+def replaced(text: str, name: str, content: str) -> str:
+    """The text with the content of a marked part."""
+    pattern = re.compile(rf"(<!-- begin {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"no part {name!r} in the page")
+    return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
+
+
+def groups(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows that differ in their seed alone, by what they are."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.what, []).append(row)
+    return found
+
+
+def cell(values: Sequence[float], digits: int = 3) -> str:
+    """A mean, with the smallest and the largest where there are several."""
+    short = [f"{value:.{digits}f}".removeprefix("0") for value in (statistics.mean(values), min(values), max(values))]
+    return short[0] if len(values) == 1 else f"{short[0]} ({short[1]} to {short[2]})"
+
+
+def cost(each: Sequence[Found]) -> list[str]:
+    """Training time, speed and memory."""
+    training = [found["training"] for found in each]
+    return [
+        cell([found["seconds"] / 60 for found in training], 1),
+        f"{statistics.mean(found['events_per_second'] for found in training):,.0f}",
+        cell([found["peak_memory_mb"] / 1000 for found in training], 1),
+    ]
+
+
+def runs(rows: Sequence[Row]) -> str:
+    """How to run a group of rows again."""
+    names = [row.name for row in rows]
+    if len(names) == 1:
+        return f"`{names[0]}`"
+    same = next(n for n in range(len(names[0]), 0, -1) if len({name[:n] for name in names}) == 1)
+    return f"`{names[0][:same]}*`"
+
+
+def ranking_table(
+    kinds: Sequence[tuple[str, str, str]], baseline_kind: str
+) -> Callable[[Sequence[Row], dict[str, Found]], str]:
+    """A table with the metrics of some ways to ask.
+
+    Args:
+        kinds: of each way its title, the candidates (``all`` or ``unseen``) and the request time.
+        baseline_kind: the candidates that baselines rank, in rows of their own.
+    """
+
+    def make(rows: Sequence[Row], found: dict[str, Found]) -> str:
+        parts = []
+        for title, kind, request_time in kinds:
+            lines = []
+            for what, group in groups(rows).items():
+                each = [found[row.name] for row in group if kind in found[row.name]]
+                if not each:
+                    continue
+                metrics = [cell([e[kind][request_time][m] for e in each]) for m in RANKED]
+                lines.append([what, *metrics, *cost(each), runs(group)])
+            if kind == baseline_kind and request_time == "target":
+                ranked = found[rows[0].name][kind]["baselines"]
+                lines += [[name, *(cell([ranked[name][m]]) for m in RANKED), "", "", "", ""] for name in BASELINES]
+            header = ["", *(m.upper() for m in RANKED), "minutes", "events/s", "GB", "run"]
+            parts.append(f"{title}\n\n{harness.table(header, lines)}")
+        return "\n\n".join(parts)
+
+    return make
+
+
+ML_KINDS = [
+    ("The user's history removed from the candidates, asked at the target's time:", "unseen", "target"),
+    ("All candidates, asked at the target's time:", "all", "target"),
+    ("History removed, asked at the last event's time:", "unseen", "last"),
+    ("All candidates, asked at the last event's time:", "all", "last"),
+]
+GIT_KINDS = [
+    ("Asked at the target's time:", "all", "target"),
+    ("Asked at the last event's time:", "all", "last"),
+]
+TABLES: dict[str, Callable[[Sequence[Row], dict[str, Found]], str]] = {
+    "movielens": ranking_table(ML_KINDS, "unseen"),
+    "gitlog": ranking_table(GIT_KINDS, "all"),
+    "movielens-ablations": ranking_table(ML_KINDS[:1], ""),
+    "gitlog-ablations": ranking_table(GIT_KINDS[:1], ""),
+    "lengths": ranking_table(GIT_KINDS[:1], ""),
+}
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
+def lengths(found: dict[str, Found], output: Path) -> None:
+    """Quality and cost against the longest history that is read."""
+    rows = [row for row in ROWS if row.study == "lengths" and row.name in found]
+    if not rows:
+        return
+    plt = _pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    places = [found[row.name]["all"]["max_length"] for row in rows]
+    for metric in ("hr@10", "ndcg@10"):
+        left.semilogx(places, [found[row.name]["all"]["target"][metric] for row in rows], "o-", label=metric)
+    left.set(xlabel="max_length", title="quality, test targets", ylim=(0, None))
+    left.legend()
+    speed = [1e6 / found[row.name]["training"]["events_per_second"] for row in rows]
+    right.semilogx(places, speed, "o-", color="tab:green", label="µs per event")
+    right.set(xlabel="max_length", title="cost of training", ylim=(0, None), ylabel="µs per event")
+    memory = right.twinx()
+    peak = [found[row.name]["training"]["peak_memory_mb"] / 1000 for row in rows]
+    memory.semilogx(places, peak, "s--", color="tab:red", label="peak memory, GB")
+    memory.set(ylim=(0, None), ylabel="GB a process")
+    right.legend(loc="lower left")
+    memory.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
+    plt.close(figure)
+
+
+def curves(found: dict[str, Found], output: Path) -> None:
+    """Validation over training time, of the rows that have it."""
+    rows = [row for row in ROWS if row.study.endswith("curve") and row.name in found]
+    if not rows:
+        return
+    plt = _pyplot()
+    figure, axes = plt.subplots(1, len(rows), figsize=(5.5 * len(rows), 4), squeeze=False)
+    for row, axis in zip(rows, axes[0], strict=True):
+        curve, training = found[row.name]["curve"], found[row.name]["training"]
+        minutes = [training["seconds"] / 60 * point["step"] / training["step"] for point in curve]
+        for metric in ("hr@10", "ndcg@10"):
+            axis.plot(minutes, [point[metric] for point in curve], "o-", markersize=3, label=metric)
+        axis.set(xlabel="minutes", title=row.what, ylim=(0, None))
+        axis.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(output, dpi=110)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt

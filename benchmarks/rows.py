@@ -1,0 +1,42 @@
+"""The rows of docs/results.md: which runs there are on which set."""
+
+from dataclasses import dataclass
+
+# how each set is made; configurations look for it at data/NAME
+SETS = {
+    "ml-1m": "python -m pipelines.prepare ml-1m --input data/ml-1m-raw --output data/ml-1m",
+    "gitlog": (
+        "python -m pipelines.prepare events --input benchmarks/sets/gitlog-void.parquet --user-column user_id "
+        "--item-column item_id --time-column timestamp --time-unit s --output data/gitlog"
+    ),
+}
+CONFIGS = {"ml-1m": "configs/ml_1m.yaml", "gitlog": "configs/gitlog.yaml"}
+FINAL = "data.fit_on_valid=true"  # settings were chosen on the validation events, now they are trained on too
+
+
+@dataclass(frozen=True)
+class Row:
+    """A training run and its evaluation.
+
+    Attributes:
+        name: of its run directory and of the file with what came out.
+        study: the table it stands in.
+        set: the dataset.
+        what: in the table's first column; rows that differ in their seed alone share it.
+        settings: beside those of the set's configuration.
+        processes: on one machine.
+        split: whose targets are ranked.
+    """
+
+    name: str
+    study: str
+    set: str
+    what: str
+    settings: tuple[str, ...] = ()
+    processes: int = 2
+    split: str = "test"
+
+    @property
+    def config(self) -> str:
+        """The set's configuration."""
+        return CONFIGS[self.set]
