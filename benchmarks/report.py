@@ -15,8 +15,8 @@ RANKED = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
 BASELINES = ("popularity", "recent items", "frequent items", "transitions")
 
 
-def write(results: Path, page: Path) -> int:
-    """Put every study's table into the page, and draw the figures; 1 if a study has no runs yet."""
+def write(results: Path, page: Path, figures: Path | None = None) -> int:
+    """Put every study's table into the page, and draw the figures beside the results; 1 if rows have none yet."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
     text, missing = page.read_text(), 0
     for study, make in TABLES.items():
@@ -25,8 +25,8 @@ def write(results: Path, page: Path) -> int:
         missing += len(rows) - len(done)
         text = replaced(text, study, make(done, found) if done else "Not measured yet.")
     page.write_text(text)
-    lengths(found, results / "lengths.png")
-    curves(found, results / "curves.png")
+    lengths(found, (figures or results) / "lengths.png")
+    curves(found, (figures or results) / "curves.png")
     if missing:
         print(f"{missing} of {len(ROWS)} rows have no result yet")
     return int(missing > 0)

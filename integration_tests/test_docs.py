@@ -10,6 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks import report, rows
+from fuxi_torchrec.config import load_config
 from integration_tests.services import Service
 
 ROOT = Path(__file__).parents[1]
@@ -62,3 +64,14 @@ def test_the_commands_of_the_readme_run(tmp_path):
 def plain_blocks(page):
     text = re.sub(r"^```python\n.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def test_tables_of_results_are_made_from_the_files_beside_them(tmp_path):
+    page, results = tmp_path / "results.md", ROOT / "docs" / "results"
+    page.write_text((ROOT / "docs" / "results.md").read_text())
+    report.write(results, page, figures=tmp_path)
+    assert page.read_text() == (ROOT / "docs" / "results.md").read_text(), "python -m benchmarks.experiments report"
+    names = {row.name for row in rows.ROWS}
+    assert {path.stem for path in results.glob("*.json")} <= names
+    for row in rows.ROWS:
+        load_config(ROOT / row.config, row.settings)
