@@ -68,4 +68,29 @@ def ablations(set: str, study: str, epochs: dict[str, int], *settings: str) -> l
     ]
 
 
-ROWS: list[Row] = []
+SMALL = ("model.dim=64", "model.num_heads=2", "optimizer.lr=4e-3", "optimizer.scalar_lr=4e-3", "train.epochs=8")
+LENGTHS = (50, 200, 1024, 4096, 16384)
+
+
+def length(events: int) -> tuple[str, str]:
+    """Read histories of so many events, with a position for each."""
+    return f"batch.max_length={events}", f"model.max_positions={events}"
+
+
+ROWS: list[Row] = [
+    *seeds("ml-1m-small", "movielens", "ml-1m", "d = 64, 8 epochs, one process", *SMALL),
+    *seeds("ml-1m", "movielens", "ml-1m", "d = 128, 14 epochs, one process"),
+    Row("ml-1m-curve", "movielens-curve", "ml-1m", "MovieLens-1M, d = 128", (), 1, "valid"),
+    *(
+        row
+        for cut in ("windows", "recent")
+        for events in (1024, 16384)
+        for row in seeds(
+            f"gitlog-{cut}-{events}", "gitlog", "gitlog", f"{cut}, {events:,}", f"batch.cut={cut}", *length(events)
+        )
+    ),
+    *(
+        Row(f"gitlog-length-{events}", "lengths", "gitlog", f"{events:,}", (FINAL, *length(events)), 1)
+        for events in LENGTHS
+    ),
+]
