@@ -60,7 +60,7 @@ def movielens_stages(root: Path, source: Path) -> list[Stage]:
             "sort the ratings into one history per user",
             f"python -m pipelines.prepare ml-1m --input {shlex.quote(str(source))} --output {root}/data",
         ),
-        *training_stages(root, "configs/ml_1m.yaml", "train.epochs=10"),
+        *training_stages(root, "configs/ml_1m.yaml", "train.epochs=3"),
         Stage("recommend to a user", f"python -m pipelines.recommend --export {root}/export --user 1 --exclude-seen"),
     ]
 
