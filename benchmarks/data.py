@@ -114,7 +114,7 @@ def pandas_case(log: str, output: str) -> dict[str, float]:
     rows.to_parquet(f"{output}/part.parquet", index=False, schema=schema, row_group_size=group, **encoding(schema))
     digest = hashlib.sha256()
     for column in (rows["user"], lengths, events["item"], events["time"]):
-        digest.update(np.ascontiguousarray(column))
+        digest.update(np.ascontiguousarray(column).data)
     times = (int(events["time"].min()), int(events["time"].max()))
     info = {"users": len(rows), "events": len(events), "times": times, "fingerprint": digest.hexdigest()}
     Path(f"{output}/dataset.json").write_text(json.dumps({**info, "lengths": histogram(lengths)}))

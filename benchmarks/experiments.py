@@ -23,6 +23,8 @@ from typing import Any
 
 from benchmarks import harness, movielens, report
 from benchmarks.rows import ROWS, SETS, Row
+from fuxi_torchrec.config import differences, load_config
+from fuxi_torchrec.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 RUNS = Path("runs/experiments")
@@ -36,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("list", help="all rows with their commands")
     run = commands.add_parser("run", help="train and evaluate rows")
     run.add_argument("names", nargs="+", metavar="NAME")
-    run.add_argument("--jobs", type=int, default=1, help="rows at a time; those of one process may share two cores")
+    run.add_argument(
+        "--jobs", type=int, default=1, choices=range(1, 9), metavar="N", help="rows at a time; each wants its cores"
+    )
     commands.add_parser("report", help="write docs/results.md's tables and figures")
     options = parser.parse_args(arguments)
     if options.command == "list":
@@ -51,11 +55,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in options.names:
         if not any(fnmatchcase(row.name, name) for row in ROWS):
             parser.error(f"no row {name}: `python -m benchmarks.experiments list` shows them")
-    for name in sorted({row.set for row in wanted}):
-        prepare(name)
+    try:
+        for name in sorted({row.set for row in wanted}):
+            prepare(name)
+    except (RuntimeError, subprocess.CalledProcessError) as error:
+        print(f"experiments: {error}", file=sys.stderr)
+        return 1
     with ThreadPoolExecutor(options.jobs) as pool:
-        codes = list(pool.map(lambda row: run_row(row, options.jobs), wanted))
-    return max(codes)
+        return int(not all(pool.map(run_row, wanted)))
 
 
 def prepare(name: str) -> None:
@@ -85,9 +92,21 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
 
 
-def run_row(row: Row, jobs: int) -> int:
-    """Run a row's commands and write down what came out; their first exit code that is not 0."""
-    commands = commands_of(row)
+def stale(row: Row) -> bool:
+    """Whether the row's run directory holds a run of other settings."""
+    run = RunDirectory(ROOT / RUNS / row.name)
+    if not (run.path / "config.yaml").exists():
+        return False
+    return bool(differences(run.read_config(), load_config(ROOT / row.config, row.settings)))
+
+
+def run_row(row: Row) -> bool:
+    """Run a row's commands and write down what came out; whether all went well."""
+    commands, run_dir = commands_of(row), ROOT / RUNS / row.name
+    if stale(row):
+        print(f"{row.name}: {run_dir} is a run of other settings: remove it first", file=sys.stderr)
+        return False
+    machine = harness.machine()
     for command in commands:
         print(f"{row.name}: {command}", flush=True)
         done = subprocess.run(
@@ -95,14 +114,12 @@ def run_row(row: Row, jobs: int) -> int:
         )
         if done.returncode:
             print(f"{row.name}: exit code {done.returncode}\n{done.stderr[-4000:]}", file=sys.stderr)
-            return done.returncode
-    run_dir = ROOT / RUNS / row.name
-    found: dict[str, Any] = {
-        "commands": commands,
-        "machine": harness.machine(),
-        "at_a_time": jobs,
-        "training": json.loads((run_dir / "summary.json").read_text()),
-    }
+            return False
+        summary = json.loads((run_dir / "summary.json").read_text())
+        if summary["preempted"]:
+            print(f"{row.name}: training was stopped at step {summary['step']}: run it again to go on", file=sys.stderr)
+            return False
+    found: dict[str, Any] = {"commands": commands, "machine": machine, "training": summary}
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found["curve"] = [
         {"step": line["step"], **{name: round(line["validation"][name], 5) for name in ("hr@10", "ndcg@10")}}
@@ -115,8 +132,8 @@ def run_row(row: Row, jobs: int) -> int:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{row.name}.json").write_text(json.dumps(found, indent=1) + "\n")
     kinds = [f"{kind} {found[kind]['target']['hr@10']:.4f}" for kind in ("all", "unseen") if kind in found]
-    print(f"{row.name}: HR@10 {', '.join(kinds)}, {found['training']['seconds']:.0f} s", flush=True)
-    return 0
+    print(f"{row.name}: HR@10 {', '.join(kinds)}, {summary['seconds']:.0f} s", flush=True)
+    return True
 
 
 def rounded(value: Any) -> Any:

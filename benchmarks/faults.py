@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def disturb(run: Run, count: int, draw: random.Random) -> tuple[list[Kill], list
         with launched(*run.command(processes), log=run.log) as process:
             for number in mine:
                 target = int((number + draw.uniform(0.2, 0.9)) * STEPS_A_KILL)
-                wait(lambda target=target: run.step() >= target, process, run)
+                wait(partial(reached, run, target), process, run)
                 kills.append(kill(run, process, processes, number % 3 == 2, draw))
                 print(kills[-1], flush=True)
             if phase + 1 == len(SIZES):
@@ -209,6 +210,11 @@ def is_worker(pid: int) -> bool:
     except OSError:
         return False
     return b"pipelines.train" in words and not any(word.endswith((b"torchrun", b"torchx")) for word in words)
+
+
+def reached(run: Run, step: int) -> bool:
+    """Whether the run has trained so far."""
+    return run.step() >= step
 
 
 def wait(

@@ -113,6 +113,8 @@ def _commit() -> str:
         ".",
         f":!{HERE.name}/RESULTS.md",
         f":!{HERE.name}/results",
+        ":!docs/results",
+        ":!docs/results.md",
     )
     return (git("rev-parse", "--short", "HEAD").strip() or "unknown") + ("-dirty" if changed.strip() else "")
 

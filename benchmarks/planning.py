@@ -55,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments
     )
     scratch = Path(tempfile.mkdtemp(prefix="planning-benchmark-"))
-    rows, raw, aims = [], {}, []
+    rows: list[list[object]] = []
+    raw, aims = {}, []
     try:
         for items, users, length in ((FEW, 24, 16_400), (MANY, 1200, 2100)):
             long = SyntheticConfig(users, items=items, median_length=length, length_sigma=0.0, max_length=length)

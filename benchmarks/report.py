@@ -12,24 +12,23 @@ from benchmarks.rows import ROWS, Row
 
 Found = dict[str, Any]  # what one run's file holds
 RANKED = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
+MIB = 2**20 / 1e9
 BASELINES = ("popularity", "recent items", "frequent items", "transitions")
 
 
 def write(results: Path, page: Path, figures: Path | None = None) -> int:
     """Put every study's table into the page, and draw the figures beside the results; 1 if rows have none yet."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    text, missing = page.read_text(), 0
+    text, missing = page.read_text(), [row.name for row in ROWS if row.name not in found]
     for study, make in TABLES.items():
-        rows = [row for row in ROWS if row.study == study]
-        done = [row for row in rows if row.name in found]
-        missing += len(rows) - len(done)
+        done = [row for row in ROWS if row.study == study and row.name in found]
         text = replaced(text, study, make(done, found) if done else "Not measured yet.")
     page.write_text(text)
     lengths(found, (figures or results) / "lengths.png")
     curves(found, (figures or results) / "curves.png")
     if missing:
-        print(f"{missing} of {len(ROWS)} rows have no result yet")
-    return int(missing > 0)
+        print(f"{len(missing)} of {len(ROWS)} rows have no result yet: {', '.join(missing)}")
+    return int(bool(missing))
 
 
 def replaced(text: str, name: str, content: str) -> str:
@@ -60,17 +59,14 @@ def cost(each: Sequence[Found]) -> list[str]:
     return [
         cell([found["seconds"] / 60 for found in training], 1),
         f"{statistics.mean(found['events_per_second'] for found in training):,.0f}",
-        cell([found["peak_memory_mb"] / 1000 for found in training], 1),
+        cell([found["peak_memory_mb"] * MIB for found in training], 2),
     ]
 
 
 def runs(rows: Sequence[Row]) -> str:
     """How to run a group of rows again."""
-    names = [row.name for row in rows]
-    if len(names) == 1:
-        return f"`{names[0]}`"
-    same = next(n for n in range(len(names[0]), 0, -1) if len({name[:n] for name in names}) == 1)
-    return f"`{names[0][:same]}*`"
+    names = sorted(row.name for row in rows)
+    return f"`{names[0]}`" if len(names) == 1 else f"`{names[0][:-1]}[{names[0][-1]}-{names[-1][-1]}]`"
 
 
 def ranking_table(
@@ -84,6 +80,7 @@ def ranking_table(
     """
 
     def make(rows: Sequence[Row], found: dict[str, Found]) -> str:
+        """Titles and tables."""
         parts = []
         for title, kind, request_time in kinds:
             lines = []
@@ -95,7 +92,9 @@ def ranking_table(
                 lines.append([what, *metrics, *cost(each), runs(group)])
             if kind == baseline_kind and request_time == "target":
                 ranked = found[rows[0].name][kind]["baselines"]
-                lines += [[name, *(cell([ranked[name][m]]) for m in RANKED), "", "", "", ""] for name in BASELINES]
+                # nothing of the user's own is left to recommend in "unseen"
+                names = BASELINES if kind == "all" else ("popularity", "transitions")
+                lines += [[name, *(cell([ranked[name][m]]) for m in RANKED), "", "", "", ""] for name in names]
             header = ["", *(m.upper() for m in RANKED), "minutes", "events/s", "GB", "run"]
             parts.append(f"{title}\n\n{harness.table(header, lines)}")
         return "\n\n".join(parts)
@@ -141,7 +140,7 @@ def lengths(found: dict[str, Found], output: Path) -> None:
     right.semilogx(places, speed, "o-", color="tab:green", label="µs per event")
     right.set(xlabel="max_length", title="cost of training", ylim=(0, None), ylabel="µs per event")
     memory = right.twinx()
-    peak = [found[row.name]["training"]["peak_memory_mb"] / 1000 for row in rows]
+    peak = [found[row.name]["training"]["peak_memory_mb"] * MIB for row in rows]
     memory.semilogx(places, peak, "s--", color="tab:red", label="peak memory, GB")
     memory.set(ylim=(0, None), ylabel="GB a process")
     right.legend(loc="lower left")

@@ -43,7 +43,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--items", type=int, default=1_000_000)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    sections = {name: partial(section, items=options.items) for name, section in SECTIONS.items()}
+    sections: dict[str, harness.Section] = {
+        "evaluation": partial(evaluation, items=options.items),
+        "export": partial(export, items=options.items),
+    }
     return harness.run_sections("retrieval", sections, options.only.split(","), "One thread a process.")
 
 
@@ -161,7 +164,7 @@ def scored(run_dir: Path) -> dict[str, float]:
         dist.barrier()  # both processes measure the same thing at the same time
         function()
 
-    functions = [peak, partial(catalogue.ranks, plain), partial(catalogue.ranks, filtered)]
+    functions: list[Callable[[], Any]] = [peak, partial(catalogue.ranks, plain), partial(catalogue.ranks, filtered)]
     # a round is one moment of the machine: shares are taken within rounds, and the middle one counts
     rounds = np.array([harness.compare([partial(together, each) for each in functions], 1) for _ in range(7)])
     work = 2 * USERS * len(catalogue.ids) * DIM
@@ -218,8 +221,6 @@ def exported(run_dir: Path, output: Path, exact_items: int) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     return {"extra": harness.resident_bytes(peak=True) - before, "seconds": seconds, "index": manifest.index}
 
-
-SECTIONS: dict[str, Callable[[Path, int], tuple[str, list[Aim], Any]]] = {"evaluation": evaluation, "export": export}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -91,7 +91,7 @@ def refresh(scratch: Path) -> tuple[str, list[Aim], Any]:
     """50 new events on 5,000: from the state, and from the history."""
     bundle = export(scratch / "refresh", [STORED] * 16)
     model, last = UserModel(bundle), bundle.manifest.as_of
-    rows, raw = [], {}
+    rows, raw = [], dict[Any, Any]()
     record = bundle.manifest.state_bytes - 8
     stored = histories([STORED] * 16)
     new = histories([NEW] * 16, first=last)

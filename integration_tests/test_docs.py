@@ -1,16 +1,18 @@
 """The Python in README and docs runs, each page in a process of its own, block after block; so do README's commands."""
 
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import httpx
 import pytest
 
-from benchmarks import report, rows
+from benchmarks import experiments, report, rows
 from fuxi_torchrec.config import load_config
 from integration_tests.services import Service
 
@@ -71,7 +73,13 @@ def test_tables_of_results_are_made_from_the_files_beside_them(tmp_path):
     page.write_text((ROOT / "docs" / "results.md").read_text())
     report.write(results, page, figures=tmp_path)
     assert page.read_text() == (ROOT / "docs" / "results.md").read_text(), "python -m benchmarks.experiments report"
-    names = {row.name for row in rows.ROWS}
-    assert {path.stem for path in results.glob("*.json")} <= names
+    done = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
+    assert done.keys() <= {row.name for row in rows.ROWS}
     for row in rows.ROWS:
         load_config(ROOT / row.config, row.settings)
+        if row.name in done:
+            assert done[row.name]["commands"] == experiments.commands_of(row)
+    for study in report.TABLES:
+        for group in report.groups([row for row in rows.ROWS if row.study == study]).values():
+            pattern = report.runs(group).strip("`")
+            assert [row for row in rows.ROWS if fnmatchcase(row.name, pattern)] == group

@@ -60,18 +60,17 @@ def as_text(blocks: Sequence[LearnedBlock], per_second: int) -> str:
     """A table per block."""
     lines = []
     for number, block in enumerate(blocks):
-        shares = ", ".join(f"{name} {share:.2f}" for name, share in block.shares.items())
-        lines.append(f"block {number}: the merge reads {shares}")
+        lines.append(f"block {number}")
         if block.retention is not None:
             lines.append("  retention, left after one event: " + ", ".join(f"{each:.4f}" for each in block.retention))
         if block.kernel_skip is not None:
-            lines.append(f"  positional, weight of the event itself: {block.kernel_skip:.3f}")
+            lines.append(f"  positional, beside the kernel the event itself: {block.kernel_skip:.3f}")
         if block.scales is not None:
-            lines.append(f"  {'period':>10} {'half-life':>10} {'sin':>8} {'cos':>8} {'itself':>15} {'share':>6}")
+            lines.append(f"  {'period':>10} {'half-life':>10} {'sin':>8} {'cos':>8} {'itself':>15}")
             for scale in block.scales:
                 times = f"{readable(scale.period, per_second):>10} {readable(scale.half_life, per_second):>10}"
                 itself = f"{scale.sin_skip:.2f} / {scale.cos_skip:.2f}"
-                lines.append(f"  {times} {scale.sin:>8.3f} {scale.cos:>8.3f} {itself:>15} {scale.share:>6.3f}")
+                lines.append(f"  {times} {scale.sin:>8.3f} {scale.cos:>8.3f} {itself:>15}")
     return "\n".join(lines)
 
 

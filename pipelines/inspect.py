@@ -18,7 +18,9 @@ from fuxi_torchrec.data.vocabulary import Vocabulary
 GAP_BOUNDS = {
     "0 (ties)": 0,
     "1 s": 1,
+    "10 s": 10,
     "1 min": 60,
+    "10 min": 600,
     "1 h": 3_600,
     "1 day": 86_400,
     "1 week": 604_800,

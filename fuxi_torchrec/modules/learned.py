@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.modules.block import Block
+from fuxi_torchrec.modules.channels import TemporalChannel
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 
 
@@ -18,9 +19,9 @@ class Scale:
     Attributes:
         period: in the data's time unit.
         half_life: the time after which an event counts half, in the same unit.
-        sin, cos: α of its two sub-heads, the weight of the past.
-        sin_skip, cos_skip: β, the weight of the event itself.
-        share: of the block's merge that reads this scale's columns, by the norm of W_0's rows; all rows make 1.
+        sin, cos: α of its two sub-heads, the weight of the sum over the past, the event included. A longer half-life
+            sums more events, so weights of different scales are not on one measure.
+        sin_skip, cos_skip: β, what the event's own value has beside that.
     """
 
     period: int
@@ -29,7 +30,6 @@ class Scale:
     cos: float
     sin_skip: float
     cos_skip: float
-    share: float
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,12 @@ class LearnedBlock:
     """A block, with None for a channel that is off.
 
     Attributes:
-        shares: of the merge, by channel: squared norms of W_0's rows, together 1.
         scales: of the temporal channel.
         retention: λ of each head: what is left of an event after one more.
         kernel: (positions, positions) α · (2/d_p) κ_i·κ_j, 0 for j > i.
-        kernel_skip: β of the positional channel.
+        kernel_skip: β of the positional channel, what the event's own value has beside the sum.
     """
 
-    shares: dict[str, float]
     scales: list[Scale] | None
     retention: list[float] | None
     kernel: Tensor | None
@@ -63,32 +61,26 @@ def learned(encoder: FuXiLinearEncoder, positions: int = 256) -> list[LearnedBlo
 
 
 def _of_block(block: Block, periods: tuple[int, ...], positions: int) -> LearnedBlock:
-    squares = block.out_proj.double().square().sum(1)
-    squares = squares / squares.sum()
-    parts = dict(zip(block.channels, squares.chunk(len(block.channels)), strict=True))
     return LearnedBlock(
-        shares={name: float(part.sum()) for name, part in parts.items()},
-        scales=None if block.temporal is None else _scales(block, periods, parts["temporal"]),
+        scales=None if block.temporal is None else _scales(block.temporal, periods),
         retention=None if block.retention is None else block.retention.log_decay().exp().tolist(),
         kernel=_kernel(block, positions),
         kernel_skip=None if block.positional is None else float(block.positional.beta),
     )
 
 
-def _scales(block: Block, periods: tuple[int, ...], squares: Tensor) -> list[Scale]:
-    assert block.temporal is not None
-    log_decay = block.temporal.log_decay().double()
-    gain, skip = block.temporal.gain_and_skip(log_decay)
-    shares = squares.view(2, len(periods), -1).sum((0, 2))
+def _scales(channel: TemporalChannel, periods: tuple[int, ...]) -> list[Scale]:
+    log_decay = channel.log_decay().double()
+    gain, skip = channel.gain_and_skip(log_decay)
+    half_life = (-math.log(2) / log_decay).abs().tolist()  # infinite where nothing is forgotten
     return [
         Scale(
             period=period,
-            half_life=-math.log(2) / float(log_decay[k]),
+            half_life=half_life[k],
             sin=float(gain[k]),
             cos=float(gain[k + len(periods)]),
             sin_skip=float(skip[k]),
             cos_skip=float(skip[k + len(periods)]),
-            share=float(shares[k]),
         )
         for k, period in enumerate(periods)
     ]
@@ -109,6 +101,8 @@ def readable(ticks: float, per_second: int) -> str:
         >>> readable(90_000, 1), readable(1_500, 1_000)
         ('1.04 d', '1.5 s')
     """
+    if math.isinf(ticks):
+        return "for ever"
     seconds = ticks / per_second
     units = [("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0), ("y", 365.25 * 86400.0)]
     for (name, size), (_, larger) in pairwise(units):

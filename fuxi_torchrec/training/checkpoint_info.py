@@ -29,6 +29,7 @@ class Progress:
         best_metric, best_step: of the validations so far.
         validations_since_best: for early stopping.
         validated_step: of the last validation.
+        seconds, events: trained so far, over all starts of the run.
     """
 
     step: int = 0
@@ -38,6 +39,8 @@ class Progress:
     best_step: int | None = None
     validations_since_best: int = 0
     validated_step: int | None = None
+    seconds: float = 0.0
+    events: int = 0
 
 
 @dataclass(frozen=True)

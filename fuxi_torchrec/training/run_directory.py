@@ -23,7 +23,7 @@ from fuxi_torchrec.logging import get_logger
 logger = get_logger(__name__)
 
 CONFIG, ITEMS, PLAN, METRICS, SUMMARY = "config.yaml", "items.parquet", "plan.json", "metrics.jsonl", "summary.json"
-MEASURED = ("seconds", "events_per_second", "peak_memory_mb", "longest_pause_of_a_save")  # of the summary
+PEAKS = ("peak_memory_mb", "longest_pause_of_a_save")  # of the summary
 PREEMPTED = "preempted"  # the job was asked to leave before its end, and saved
 
 
@@ -161,13 +161,13 @@ class RunDirectory:
         """Whether they are written down."""
         return (self.path / ITEMS).exists()
 
-    def measured(self) -> dict[str, Any]:
-        """What the summary says of the time, speed and memory of training; nothing if there is none."""
+    def larger_peaks(self, summary: dict[str, Any]) -> dict[str, Any]:
+        """Those of an earlier start of the run, where they are larger than a new summary's."""
         try:
-            found = json.loads((self.path / SUMMARY).read_text())
+            before = json.loads((self.path / SUMMARY).read_text())
         except (OSError, json.JSONDecodeError):
             return {}
-        return {name: found[name] for name in MEASURED if name in found}
+        return {name: before[name] for name in PEAKS if before.get(name, 0) > summary[name]}
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 

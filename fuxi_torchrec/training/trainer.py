@@ -157,7 +157,7 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Train to the end; the summary."""
-        config, began = self.config, time.monotonic()
+        config = self.config
         watch = Watch(config, self.directory, self.world, self.progress)
         if self._validation_missed():
             _, saved = self._validate(watch)
@@ -167,7 +167,7 @@ class Trainer:
         if self._finished():
             logger.info("nothing to do: the run is at step %d", self.progress.step)
             watch.close()
-            return self._summary(0.0, 0)
+            return self._summary()
         feed = Feed(self._steps(), self.data.tables.needs_equal_bags)
         pipeline = make_pipeline(config.train.pipeline, self.model, self.optimizer, self.world.device)
         self.optimizer.current = lambda: feed.waiting[0]
@@ -181,7 +181,7 @@ class Trainer:
         )
         watchdog = Watchdog(config.distributed.timeout_seconds * 0.9)
         try:
-            events = self._loop(pipeline, feed, watch, watchdog)
+            self._loop(pipeline, feed, watch, watchdog)
         except Exception:
             with contextlib.suppress(Exception):
                 self.saver.wait()  # an earlier step's checkpoint may be almost there
@@ -189,24 +189,29 @@ class Trainer:
         finally:
             watchdog.stop()
         watch.close()
-        return self._summary(time.monotonic() - began, events)
+        return self._summary()
 
-    def _loop(self, pipeline: Any, feed: Feed, watch: Watch, watchdog: Watchdog) -> int:
-        """Steps, validations and saves, until the end or until asked to stop; the events trained."""
-        events, stopped, every = 0, False, self.config.checkpoint.every_steps
+    def _loop(self, pipeline: Any, feed: Feed, watch: Watch, watchdog: Watchdog) -> None:
+        """Steps, validations and saves, until the end or until asked to stop."""
+        began, stopped, every = time.monotonic() - self.progress.seconds, False, self.config.checkpoint.every_steps
         while not stopped:
             watchdog.moved()
             done = self._one_step(pipeline, feed)
             if done is None:
                 break
-            events += done.events
-            self.progress = dataclasses.replace(self.progress, step=self.progress.step + 1, position=done.position)
+            self.progress = dataclasses.replace(
+                self.progress,
+                step=self.progress.step + 1,
+                position=done.position,
+                seconds=round(time.monotonic() - began, 2),
+                events=self.progress.events + done.events,
+            )
             watch.step(self.progress, done.loss, done.events, self.optimizer.share, self.optimizer.norm)
             if done.save_failed:
                 self.saver.wait()  # raises why
             if done.asked_to_stop:
                 self._preempted()
-                return events
+                return
             saved = False
             if self._validation_due():
                 with _detached(pipeline):
@@ -218,7 +223,6 @@ class Trainer:
                 self._validate(watch)
         self.save()
         self.saver.wait()
-        return events
 
     def _preempted(self) -> None:
         """Asked to leave: save at this step, on all processes, and say so."""
@@ -392,11 +396,12 @@ class Trainer:
             config.validation.filter_seen,
         )
 
-    def _summary(self, seconds: float, events: int) -> dict[str, Any]:
+    def _summary(self) -> dict[str, Any]:
+        seconds, events = self.progress.seconds, self.progress.events
         summary = {
             "step": self.progress.step,
             "epoch": self.progress.position.epoch,
-            "seconds": round(seconds, 2),
+            "seconds": seconds,
             "events_per_second": round(events / seconds) if seconds else 0,
             "best_metric": self.progress.best_metric,
             "best_step": self.progress.best_step,
@@ -407,8 +412,7 @@ class Trainer:
         }
         with failing_together("writing the summary"):
             if self.world.rank == 0:
-                if not events:  # nothing was left to do: what was measured in training stays
-                    summary |= self.directory.measured()
+                summary |= self.directory.larger_peaks(summary)
                 write_atomically(self.directory.path / SUMMARY, json.dumps(summary, indent=1) + "\n")
         return summary
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -34,7 +35,9 @@ def plain_name(name: str) -> str | None:
 
 
 def read_plain(checkpoint: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint, by their plain names."""
+    """All weights of a checkpoint, by their plain names; its files are checked first."""
+    for name, (size, crc) in read_info(checkpoint).files.items():
+        check_file(checkpoint, name, size, crc)
     reader = FileSystemReader(checkpoint)
     sizes = {
         name: about
@@ -47,7 +50,8 @@ def read_plain(checkpoint: Path) -> dict[str, Tensor]:
         if isinstance(about, TensorStorageMetadata)
     }
     try:
-        load(dict(state), storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that this is one process
+            load(dict(state), storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # not an Exception
         raise CheckpointError(f"{checkpoint}: the checkpoint cannot be read: {error}") from None
     return {str(plain_name(name)): value for name, value in state.items()}
@@ -58,8 +62,6 @@ def unshard(run: Path, checkpoint: Path, output: Path) -> dict[str, Tensor]:
     if output.exists():
         raise FileExistsError(f"{output} exists: name a new directory")
     info = read_info(checkpoint)
-    for name, (size, crc) in info.files.items():
-        check_file(checkpoint, name, size, crc)
     weights = read_plain(checkpoint)
     aside = output.with_name(f".{output.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)

@@ -8,6 +8,7 @@ import torch
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 from fuxi_torchrec.modules.learned import learned, readable
+from fuxi_torchrec.modules.sequences import Sequences
 
 PERIODS = (600, 86400)
 
@@ -32,27 +33,29 @@ def test_weights_belong_to_their_scale():
     with torch.no_grad():
         channel.alpha.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
         channel.beta.copy_(torch.tensor([5.0, 6.0, 7.0, 8.0]))
-        encoder.layers[1].out_proj.zero_()
-        encoder.layers[1].out_proj[16 + 4 : 16 + 8] = 1.0  # the second sin sub-head's columns of the temporal part
     block = learned(encoder)[1]
     assert [(s.sin, s.cos, s.sin_skip, s.cos_skip) for s in block.scales] == [(1, 3, 5, 7), (2, 4, 6, 8)]
-    assert [s.share for s in block.scales] == pytest.approx([0, 1])
-    assert block.shares == pytest.approx({"retention": 0, "temporal": 1, "positional": 0})
 
 
 def test_the_kernel_weighs_events_as_the_channel_does():
     encoder = encoder_of()
     channel = encoder.layers[0].positional
-    values = torch.eye(12)[:, :12]
-    rows = torch.nn.functional.pad(values, (0, 4))
+    events = torch.eye(12, 16)  # what comes out in column j is the weight of event j
+    offsets, times = torch.tensor([0, 12]), torch.arange(12)
+    sequences = Sequences(encoder.config, offsets.tolist(), times, times[-1:], torch.float32)
     block = learned(encoder)[0]
-    gain, _ = channel.gain_and_skip()
-    summed = torch.stack(
-        [sum(gain * (channel.kernel[i] @ channel.kernel[j]) * rows[j] for j in range(i + 1)) for i in range(12)]
-    )
-    assert torch.allclose(block.kernel, summed[:, :12], atol=1e-6)
-    assert block.kernel_skip == 1.0
+    for form in ("parallel", "chunkwise"):
+        found, _ = channel(events, sequences, form)
+        assert torch.allclose(found[:, :12], block.kernel + block.kernel_skip * torch.eye(12), atol=1e-6)
     assert learned(encoder, 5)[0].kernel.shape == (5, 5)
+
+
+def test_what_never_fades_has_no_half_life():
+    encoder = encoder_of()
+    with torch.no_grad():
+        encoder.layers[0].temporal.decay.fill_(200.0)
+    assert learned(encoder)[0].scales[0].half_life == math.inf
+    assert readable(math.inf, 1) == "for ever"
 
 
 @pytest.mark.parametrize("preset", ["paper", "official"])
@@ -64,7 +67,6 @@ def test_retention_starts_where_the_model_says(preset):
 def test_a_channel_that_is_off_has_nothing_to_say():
     block = learned(encoder_of(use_temporal=False, use_positional=False))[0]
     assert block.scales is None and block.kernel is None and block.kernel_skip is None
-    assert block.shares == {"retention": pytest.approx(1.0)}
     assert learned(encoder_of(use_retention=False))[0].retention is None
     assert learned(encoder_of(temporal_mix=False))[0].scales[0].sin == 1.0
 
