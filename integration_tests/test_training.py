@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fuxi_torchrec.worker_group import WorkerError
+from fuxi_torchrec.training.checkpoint_info import read_info
 from integration_tests import runs
 
 GOLDEN = Path(__file__).parent / "goldens" / "losses.json"
@@ -76,8 +77,12 @@ def test_a_resume_with_dropout_repeats_the_uninterrupted_run_exactly(workers, da
     settings += ["optimizer.decay_steps=12"]
     whole = workers(2).run(runs.run, tmp_path / "whole", [*settings, "train.max_steps=12"])[0]
     workers(2).run(runs.run, tmp_path / "cut", [*settings, "train.max_steps=5"])
+    until_then = json.loads((tmp_path / "cut" / "summary.json").read_text())["seconds"]
     resumed = workers(2).run(runs.run, tmp_path / "cut", [*settings, "train.max_steps=12"])[0]
     assert whole == resumed
+    # time and events are those of both starts
+    one, two = (read_info(tmp_path / name / "checkpoints" / "step-000000012").progress for name in ("whole", "cut"))
+    assert one.events == two.events > 0 and two.seconds > until_then > 0
 
 
 @pytest.mark.parametrize("kind", ["adamw", "rowwise_adagrad"])
