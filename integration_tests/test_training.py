@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuxi_torchrec.worker_group import WorkerError
 from fuxi_torchrec.training.checkpoint_info import read_info
+from fuxi_torchrec.worker_group import WorkerError
 from integration_tests import runs
 
 GOLDEN = Path(__file__).parent / "goldens" / "losses.json"
