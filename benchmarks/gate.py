@@ -22,8 +22,8 @@ from benchmarks.harness import Aim, conclude
 ROOT = Path(__file__).parents[1]
 RUN, DATA = Path("runs/quality"), Path("runs/quality-data")
 SETTINGS = ["model.dim=64", "model.num_heads=2", "optimizer.lr=4e-3", "optimizer.scalar_lr=4e-3", "train.epochs=3"]
-# recorded: see docs/results.md
-METRIC, FLOOR = "ndcg@10", 0.0
+# it was .2004 when this was written; .01 is left for rounding on other machines, which the dropout amplifies
+METRIC, FLOOR = "ndcg@10", 0.19
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
