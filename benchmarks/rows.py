@@ -47,25 +47,6 @@ def seeds(name: str, study: str, set: str, what: str, *settings: str) -> list[Ro
     return [Row(f"{name}-s{seed}", study, set, what, (FINAL, *settings, f"seed={seed}")) for seed in range(3)]
 
 
-# what is taken away, and the settings that do it
-ABLATIONS = {
-    "whole": (),
-    "without the temporal channel": ("model.use_temporal=false",),
-    "without the positional channel": ("model.use_positional=false",),
-    "without the retention channel": ("model.use_retention=false",),
-    "without temporal phases (q, k)": ("model.temporal_phases=false",),
-    "preset official": ("model.preset=official", "model.temporal_half_life=1.0"),
-}
-
-
-def ablations(set: str, study: str, epochs: dict[str, int], *settings: str) -> list[Row]:
-    """Rows of 15 minutes on one core: so many epochs as each takes."""
-    return [
-        Row(f"{set}-ablation-{number}", study, set, what, (*change, f"train.epochs={epochs[what]}", *settings), 1)
-        for number, (what, change) in enumerate(ABLATIONS.items())
-    ]
-
-
 SMALL = ("model.dim=64", "model.num_heads=2", "optimizer.lr=4e-3", "optimizer.scalar_lr=4e-3", "train.epochs=8")
 BY_POSITION = "loss.weighting=position"
 LENGTHS = (50, 200, 1024, 4096, 16384)
