@@ -82,20 +82,22 @@ def ranking_table(
     def make(rows: Sequence[Row], found: dict[str, Found]) -> str:
         """Titles and tables."""
         parts = []
-        for title, kind, request_time in kinds:
-            lines = []
+        for number, (title, kind, request_time) in enumerate(kinds):
+            lines: list[list[str]] = []
             for what, group in groups(rows).items():
                 each = [found[row.name] for row in group if kind in found[row.name]]
                 if not each:
                     continue
                 metrics = [cell([e[kind][request_time][m] for e in each]) for m in RANKED]
-                lines.append([what, *metrics, *cost(each), runs(group)])
+                lines.append([what, *metrics, *([] if number else [*cost(each), runs(group)])])
             if kind == baseline_kind and request_time == "target":
                 ranked = found[rows[0].name][kind]["baselines"]
                 # nothing of the user's own is left to recommend in "unseen"
                 names = BASELINES if kind == "all" else ("popularity", "transitions")
-                lines += [[name, *(cell([ranked[name][m]]) for m in RANKED), "", "", "", ""] for name in names]
-            header = ["", *(m.upper() for m in RANKED), "minutes", "events/s", "GB", "run"]
+                lines += [[name, *(cell([ranked[name][m]]) for m in RANKED)] for name in names]
+            # what a run cost and is called stands in the first table only
+            header = ["", *(m.upper() for m in RANKED), *([] if number else ["minutes", "events/s", "GB", "run"])]
+            lines = [[*line, *[""] * (len(header) - len(line))] for line in lines]
             parts.append(f"{title}\n\n{harness.table(header, lines)}")
         return "\n\n".join(parts)
 

@@ -109,10 +109,10 @@ def _draw_weights(axis: Any, scales: Sequence[Scale], per_second: int) -> None:
 
 def _draw_half_lives(axis: Any, scales: Sequence[Scale], per_second: int) -> None:
     axis.set_title("temporal scales: half-life against period")
-    periods = [scale.period / per_second / 86400 for scale in scales]
+    periods = [scale.period / per_second for scale in scales]
     axis.loglog(periods, periods, ":", color="gray", label="one period")
-    axis.loglog(periods, [scale.half_life / per_second / 86400 for scale in scales], "o")
-    axis.set(xlabel="period, days", ylabel="half-life, days")
+    axis.loglog(periods, [scale.half_life / per_second for scale in scales], "o")
+    axis.set(xlabel="period, s", ylabel="half-life, s")
     axis.legend()
 
 
