@@ -34,8 +34,8 @@ types: setup  ## mypy
 unit: setup  ## unit tests and doctests, one thread on each core
 	OMP_NUM_THREADS=1 pytest -n auto --maxprocesses 8 fuxi_torchrec pipelines
 
-integration: setup  ## several processes, real TorchX launches; two files at a time
-	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile integration_tests
+integration: setup  ## several processes, real TorchX launches; two files at a time, in their order: long ones come early
+	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile --no-loadscope-reorder integration_tests
 
 test-slurm: setup  ## a real Slurm on this machine alone, and a job through it (root, Debian; not part of test)
 	integration_tests/slurm/run.sh
