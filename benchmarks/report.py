@@ -9,11 +9,11 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.rows import ROWS, Row
+from fuxi_torchrec.retrieval.baselines import NAMES
 
 Found = dict[str, Any]  # what one run's file holds
 RANKED = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
 MIB = 2**20 / 1e9
-BASELINES = ("popularity", "recent items", "frequent items", "transitions")
 
 
 def write(results: Path, page: Path, figures: Path | None = None) -> int:
@@ -93,7 +93,7 @@ def ranking_table(
             if kind == baseline_kind and request_time == "target":
                 ranked = found[rows[0].name][kind]["baselines"]
                 # nothing of the user's own is left to recommend in "unseen"
-                names = BASELINES if kind == "all" else ("popularity", "transitions")
+                names = NAMES if kind == "all" else ("popularity", "transitions")
                 lines += [[name, *(cell([ranked[name][m]]) for m in RANKED)] for name in names]
             # what a run cost and is called stands in the first table only
             header = ["", *(m.upper() for m in RANKED), *([] if number else ["minutes", "events/s", "GB", "run"])]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fuxi_torchrec.modules.learned import LearnedBlock, Scale, learned, readable
 from pipelines.checkpoint import find
+from pipelines.inspect import PER_SECOND
 
-PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
 POSITIONS = 256  # shown of the kernel
 FORGOTTEN = 200  # events shown of a retention head's memory
 
