@@ -32,7 +32,7 @@ types: setup  ## mypy
 	mypy
 
 unit: setup  ## unit tests and doctests, one thread on each core
-	OMP_NUM_THREADS=1 pytest -n auto --maxprocesses 8 fuxi_torchrec pipelines
+	OMP_NUM_THREADS=1 pytest -n auto --maxprocesses 8 fuxi_torchrec pipelines benchmarks
 
 integration: setup  ## several processes, real TorchX launches; two files at a time, in their order: long ones come early
 	OMP_NUM_THREADS=1 pytest -n 2 --dist loadfile --no-loadscope-reorder integration_tests

@@ -11,7 +11,6 @@ from these files alone.
 
 import argparse
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from benchmarks import harness, movielens, report
 from benchmarks.rows import ROWS, SETS, Row
 from fuxi_torchrec.config import differences, load_config
+from fuxi_torchrec.strict_yaml import to_dict
 from fuxi_torchrec.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def prepare(name: str) -> None:
         return
     if name == "ml-1m":
         movielens.fetch(ROOT / "data" / "ml-1m-raw")
-    subprocess.run(shlex.split(SETS[name]), cwd=ROOT, env=environment(), check=True)
+    subprocess.run(shlex.split(SETS[name]), cwd=ROOT, env=harness.environment(), check=True)
 
 
 def commands_of(row: Row) -> list[str]:
@@ -87,9 +87,10 @@ def commands_of(row: Row) -> list[str]:
     return found
 
 
-def environment() -> dict[str, str]:
-    """With this environment's programs first."""
-    return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+def resolved(row: Row) -> dict[str, Any]:
+    """All settings of a row, as JSON has them."""
+    found: dict[str, Any] = json.loads(json.dumps(to_dict(load_config(ROOT / row.config, row.settings))))
+    return found
 
 
 def stale(row: Row) -> bool:
@@ -110,7 +111,7 @@ def run_row(row: Row) -> bool:
     for command in commands:
         print(f"{row.name}: {command}", flush=True)
         done = subprocess.run(
-            shlex.split(command), cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+            shlex.split(command), cwd=ROOT, env=harness.environment(), capture_output=True, text=True, check=False
         )
         if done.returncode:
             print(f"{row.name}: exit code {done.returncode}\n{done.stderr[-4000:]}", file=sys.stderr)
@@ -119,7 +120,7 @@ def run_row(row: Row) -> bool:
         if summary["preempted"]:
             print(f"{row.name}: training was stopped at step {summary['step']}: run it again to go on", file=sys.stderr)
             return False
-    found: dict[str, Any] = {"commands": commands, "machine": machine, "training": summary}
+    found: dict[str, Any] = {"commands": commands, "machine": machine, "config": resolved(row), "training": summary}
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found["curve"] = [
         {"step": line["step"], **{name: round(line["validation"][name], 5) for name in ("hr@10", "ndcg@10")}}

@@ -56,6 +56,11 @@ def in_child(module: str, *arguments: str) -> dict[str, Any]:
     return result
 
 
+def environment() -> dict[str, str]:
+    """With this environment's programs first."""
+    return {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])}
+
+
 def resident_bytes(peak: bool = False) -> int:
     """This process's resident memory, now or at its peak since the last :func:`forget_peak`."""
     field = "VmHWM" if peak else "VmRSS"

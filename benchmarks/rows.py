@@ -47,7 +47,7 @@ def seeds(name: str, study: str, set: str, what: str, *settings: str) -> list[Ro
     return [Row(f"{name}-s{seed}", study, set, what, (FINAL, *settings, f"seed={seed}")) for seed in range(3)]
 
 
-SMALL = ("model.dim=64", "model.num_heads=2", "optimizer.lr=4e-3", "optimizer.scalar_lr=4e-3", "train.epochs=8")
+NARROW = ("model.dim=64", "model.num_heads=2", "optimizer.lr=4e-3", "optimizer.scalar_lr=4e-3")
 BY_POSITION = "loss.weighting=position"
 LENGTHS = (50, 200, 1024, 4096, 16384)
 
@@ -58,7 +58,7 @@ def length(events: int) -> tuple[str, str]:
 
 
 ROWS: list[Row] = [
-    *seeds("ml-1m-small", "movielens", "ml-1m", "d = 64, 8 epochs, one process", *SMALL),
+    *seeds("ml-1m-small", "movielens", "ml-1m", "d = 64, 8 epochs, one process", *NARROW, "train.epochs=8"),
     *seeds("ml-1m", "movielens", "ml-1m", "d = 128, 14 epochs, one process"),
     Row("ml-1m-curve", "movielens-curve", "ml-1m", "MovieLens-1M, d = 128", (), 1, "valid"),
     *(
