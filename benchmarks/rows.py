@@ -57,6 +57,33 @@ def length(events: int) -> tuple[str, str]:
     return f"batch.max_length={events}", f"model.max_positions={events}"
 
 
+# by name: what is changed, and the settings that do it
+ABLATIONS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "whole": ("whole", ()),
+    "no-temporal": ("without the temporal channel", ("model.use_temporal=false",)),
+    "no-positional": ("without the positional channel", ("model.use_positional=false",)),
+    "no-retention": ("without the retention channel", ("model.use_retention=false",)),
+    "no-phases": ("without the temporal channel's queries and keys", ("model.temporal_phases=false",)),
+    "official": ("preset `official`", ("model.preset=official",)),
+    "uniform": ("128 uniform negatives, no full softmax", ("loss.negatives=uniform", "loss.num_negatives=128")),
+}
+
+
+def ablations(set: str, study: str, steps: dict[str, int]) -> list[Row]:
+    """Rows of 15 minutes on one core: as many steps as each one has time for."""
+    return [
+        Row(
+            f"{set}-ablation-{name}",
+            study,
+            set,
+            ABLATIONS[name][0],
+            (*ABLATIONS[name][1], "train.epochs=99", f"train.max_steps={limit}", "validation.every_epochs=null"),
+            split="valid",
+        )
+        for name, limit in steps.items()
+    ]
+
+
 ROWS: list[Row] = [
     *seeds("ml-1m-small", "movielens", "ml-1m", "d = 64, 8 epochs, one process", *NARROW, "train.epochs=8"),
     *seeds("ml-1m", "movielens", "ml-1m", "d = 128, 14 epochs, one process"),
@@ -73,5 +100,30 @@ ROWS: list[Row] = [
         # weighed by position: by sequence, windows of different lengths would weigh users differently
         Row(f"gitlog-length-{events}", "lengths", "gitlog", f"{events:,}", (FINAL, BY_POSITION, *length(events)), 1)
         for events in LENGTHS
+    ),
+    *ablations(
+        "ml-1m",
+        "movielens-ablations",
+        {
+            "whole": 6000,
+            "no-temporal": 7700,
+            "no-positional": 6800,
+            "no-retention": 8000,
+            "no-phases": 6000,
+            "official": 6300,
+            "uniform": 6000,
+        },
+    ),
+    *ablations(
+        "gitlog",
+        "gitlog-ablations",
+        {
+            "whole": 6850,
+            "no-temporal": 9150,
+            "no-positional": 7650,
+            "no-retention": 8550,
+            "no-phases": 7300,
+            "official": 7950,
+        },
     ),
 ]
