@@ -127,13 +127,9 @@ class Loader:
         ]
 
     def balance(self, epoch: int) -> float:
-        """Events of the busiest process over the mean, over an epoch: 1 is perfect."""
-        sequences, plan = self.schedule.sequences, self.schedule.plan
-        loads = []
-        for rank in range(self.world_size):
-            own = streams_of_rank(rank, self.world_size, plan.num_streams)
-            loads.append(sum(int(sequences.cost[self.schedule.all_of(epoch, stream)].sum()) for stream in own))
-        return max(loads) * self.world_size / max(1, sum(loads))
+        """Events of each step's busiest process over the mean, for which the others wait: 1 is perfect."""
+        loads = self.schedule.loads(epoch, self.world_size)
+        return float(loads.max(0).sum() * self.world_size / max(1, int(loads.sum())))
 
 
 def _begin_worker(number: int) -> None:

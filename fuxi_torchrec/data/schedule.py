@@ -95,6 +95,18 @@ def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
     return range(num_streams * rank // world_size, num_streams * (rank + 1) // world_size)
 
 
+def turns(num_streams: int) -> list[int]:
+    """When each stream begins: neighbours far apart, so that every process has streams among those of a step.
+
+    Example:
+        >>> turns(8)  # of two processes with four streams each, both have two among the first four
+        [0, 4, 2, 6, 1, 5, 3, 7]
+    """
+    bits = (num_streams - 1).bit_length()
+    mirrored = [int(f"{stream:0{bits}b}"[::-1], 2) for stream in range(num_streams)]
+    return [sorted(mirrored).index(value) for value in mirrored]
+
+
 class Schedule:
     """The steps of a dataset.
 
@@ -144,6 +156,15 @@ class Schedule:
         own = streams_of_rank(rank, world_size, self.plan.num_streams)
         return np.concatenate([self.stream(epoch, step, stream) for stream in own])
 
+    def loads(self, epoch: int, world_size: int) -> Ints:
+        """(processes, steps) events that each process trains in each step."""
+        found = np.zeros((world_size, self.steps(epoch)), np.int64)
+        for rank in range(world_size):
+            for stream in streams_of_rank(rank, world_size, self.plan.num_streams):
+                order, steps = self._epoch(epoch)[stream]
+                np.add.at(found[rank], steps, self.sequences.cost[order])
+        return found
+
     def micro_batches(self, epoch: int, step: int, rank: int, world_size: int, max_tokens: int | None) -> list[Ints]:
         """A process's batch in parts of at most ``max_tokens`` events (or one sequence), as many as every other's.
 
@@ -179,13 +200,13 @@ class Schedule:
         assert budget is not None
         usual = int(self._charge.mean()) if len(self._charge) else 0
         found = []
-        for stream in range(plan.num_streams):
+        for stream, turn in enumerate(turns(plan.num_streams)):
             order = self._order(stream, epoch)
             charge = self._charge[order]
             spent_before = np.cumsum(charge) - charge
             # emitted in the first step t for which the credit t · budget / streams exceeds what was spent before; the
             # streams begin a little after one another, so that they do not all emit in the same steps
-            steps = (spent_before * plan.num_streams + stream * usual) // budget
+            steps = (spent_before * plan.num_streams + turn * usual) // budget
             found.append((order, steps))
         # sequences longer than a stream's credit leave steps in which nobody emits: those are no steps
         used = np.unique(np.concatenate([steps for _, steps in found]))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuxi_torchrec.data.schedule import Plan, Schedule, sequences_of, streams_of_rank
+from fuxi_torchrec.data.schedule import Plan, Schedule, sequences_of, streams_of_rank, turns
 
 LENGTHS = st.lists(st.sampled_from([0, 1, 2, 3, 7, 20, 21, 22, 400]), min_size=1, max_size=60)
 PLANS = st.builds(
@@ -110,6 +110,23 @@ def test_streams_do_not_all_emit_in_the_same_steps():
     schedule = make([1025] * 1600, Plan(max_length=1024, batch_tokens=4096))
     sizes = [int(schedule.sequences.cost[schedule.batch(0, s)].sum()) for s in range(schedule.steps(0))]
     assert set(sizes[:-1]) == {4096}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("budget", [{"batch_users": 8}, {"batch_users": 24}, {"batch_tokens": 8 * 1024}])
+def test_every_process_has_its_share_of_every_step(world_size, budget):
+    schedule = make([1025] * 1600, Plan(max_length=1024, **budget))
+    loads = schedule.loads(0, world_size)
+    assert loads.sum() == 1600 * 1024
+    assert (loads[:, :-1].max(0) == loads[:, :-1].min(0)).all()
+    for step in (0, 7):
+        batches = [schedule.batch(0, step, rank, world_size) for rank in range(world_size)]
+        assert loads[:, step].tolist() == [int(schedule.sequences.cost[batch].sum()) for batch in batches]
+
+
+@pytest.mark.parametrize("num_streams", [1, 2, 3, 7, 16, 100])
+def test_every_stream_has_a_turn_of_its_own(num_streams):
+    assert sorted(turns(num_streams)) == list(range(num_streams))
 
 
 def test_shuffling_keeps_few_blocks_open():
