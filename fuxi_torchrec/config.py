@@ -41,6 +41,7 @@ class DataConfig:
     oov_rate: float = _key(0.01, "share of input items replaced by index 0 in training, so that its row is trained")
     on_bad_rows: Literal["error", "skip"] = _operational("error", "bad users: stop, or leave them out and count them")
     workers: int = _operational(0, "processes that read ahead, per rank")
+    cache_mib: int = _operational(512, "decoded blocks that a rank keeps; its reading processes share it")
 
     def __post_init__(self) -> None:
         if self.split == "by_time" and self.test_from is None:
@@ -51,7 +52,7 @@ class DataConfig:
             raise ValueError("fit_on_valid belongs to split leave_one_out; by_time: leave valid_from out instead")
         if not 0.0 <= self.oov_rate < 1.0:
             raise ValueError(f"oov_rate must be at least 0 and below 1, not {self.oov_rate}")
-        _check_least(self, min_item_events=1, workers=0)
+        _check_least(self, min_item_events=1, workers=0, cache_mib=1)
 
 
 @dataclass(frozen=True)

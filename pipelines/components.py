@@ -45,7 +45,7 @@ def train(
     """Train with torchrun on one or many hosts: dist.ddp with this project's settings.
 
     Args:
-        overrides: key.sub=value settings that come before the config's
+        overrides: key.sub=value settings that override the config's
         config: YAML file of the experiment, as the workers see it
         run_dir: directory of the run, on storage that all workers share
         module: Python module to run

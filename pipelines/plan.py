@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     found.add_argument("--memory-gb", type=float, help="of a device, or a process's share of a host (80; cpu: 16)")
-    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that come before the config's")
+    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
 
 

@@ -1,6 +1,6 @@
 """Train FuXi-Linear on a prepared dataset.
 
-    torchx run dist.ddp -j 1x2 -m pipelines.train -- --config configs/demo.yaml --run-dir runs/demo [key=value ...]
+    torchx run dist.ddp -j 1x2 -m pipelines.train -- --config configs/demo.yaml --run-dir runs/first [key=value ...]
 
 A run directory that exists is resumed. ``python -m fuxi_torchrec.config`` lists the keys.
 """
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--config", help="YAML file of the experiment; by default the run's own, if it exists")
     found.add_argument("--run-dir", required=True, help="directory of the run; an existing run is resumed")
     found.add_argument("--init-from", type=Path, metavar="RUN", help="start a new run from another run's weights")
-    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that come before the config's")
+    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
 
 

@@ -75,10 +75,10 @@ class Loader:
         blocks = self.schedule.plan.shuffle_blocks
         logger.warning(
             "%s: each of %d reading processes needs %.1f MiB for the blocks that are mixed at one time, and they share "
-            "%.1f MiB: blocks will be read again in almost every step. Set shuffle_blocks to %d (it is %d), take fewer "
-            "workers, or give the reader cache_bytes=%d",
+            "%.1f MiB: blocks will be read again in almost every step. Set shuffle_blocks (batch.shuffle_blocks) to %d "
+            "(it is %d), take fewer workers (data.workers), or give the reader cache_bytes=%d (data.cache_mib=%d)",
             *(self.maker.reader.dataset.path, readers, each / 2**20, given / 2**20),
-            *(max(1, blocks * given // (each * readers)), blocks, each * readers),
+            *(max(1, blocks * given // (each * readers)), blocks, each * readers, -(-each * readers // 2**20)),
         )
 
     def steps(self, epoch: int) -> int:

@@ -10,7 +10,8 @@ def test_the_keys_are_frozen():
     """Adding a key is an addition here too; renaming or removing one breaks somebody's file."""
     frozen = {
         "": "seed",
-        "data": "path time_unit split fit_on_valid valid_from test_from min_item_events oov_rate on_bad_rows workers",
+        "data": "path time_unit split fit_on_valid valid_from test_from min_item_events oov_rate on_bad_rows workers "
+        "cache_mib",
         "batch": "tokens users max_length cut streams shuffle_blocks max_tokens_per_rank",
         "model": "dim num_layers num_heads max_positions temporal_periods kernel_dim ffn_dim dropout preset "
         "use_retention use_positional use_temporal temporal_phases temporal_mix temporal_half_life "

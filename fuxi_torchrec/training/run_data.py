@@ -54,7 +54,8 @@ class RunData:
                 f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
             )
         tables = tables_for(config.tables, config.model.dim, dataset.info)
-        reader = Reader(dataset, [table.feature for table in tables.sides], config.data.on_bad_rows)
+        sides = [table.feature for table in tables.sides]
+        reader = Reader(dataset, sides, config.data.on_bad_rows, config.data.cache_mib * 2**20)
         split = split_of(config.data)
         everything = np.arange(dataset.info.items + 1) > 0
         if directory.has_items():

@@ -142,6 +142,16 @@ class Trainer:
         self.optimizer.set_steps(info.progress.step)
         self._forget_metrics_after(info.progress.step)
         logger.info("resumed from %s, saved by %d processes", latest.name, info.world_size)
+        decay = self.config.optimizer
+        if planned > info.progress.total_steps and decay.decay != "constant" and decay.decay_steps is None:
+            logger.warning(
+                "%d steps are planned now and %d were when the run began: the learning rate's decay ends there, and "
+                "what follows trains at optimizer.final_lr = %g of it. For a longer schedule start a new --run-dir with "
+                "--init-from this one",
+                planned,
+                info.progress.total_steps,
+                decay.final_lr,
+            )
         return info.progress
 
     def _forget_metrics_after(self, step: int) -> None:

@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--skip", metavar="DAY", help="leave a day's log out of all later datasets")
     what.add_argument("--redo", metavar="DAY", help="remove what a day that is not published has made, and run it")
     found.add_argument("--dryrun", action="store_true", help="show the jobs of the next day, and submit none")
-    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that come before the config's")
+    found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
 
 

@@ -47,7 +47,7 @@ class TrainStageConfig:
     """How a day's model is trained."""
 
     config: str = _key("configs/demo.yaml", "experiment of pipelines.train, as the jobs see it")
-    settings: tuple[str, ...] = _key((), "key=value settings that come before the experiment's")
+    settings: tuple[str, ...] = _key((), "key=value settings that override the experiment's")
     first_settings: tuple[str, ...] = _key((), "more of them, for a run that starts from nothing")
     warm_start: bool = _key(True, "start from the published run's weights")
     every_days: int = _key(1, "train on every n-th day; on the others the published export takes the new events")

@@ -248,8 +248,9 @@ def test_a_cache_smaller_than_the_blocks_that_are_mixed_is_named_with_what_to_se
     assert loader(10**9, rank=1, world_size=2).cache_bytes() < enough
     found = loader(enough // 2)
     (record,) = caplog.records
-    assert f"Set shuffle_blocks to {8 * (enough // 2) // enough} (it is 8)" in record.getMessage()
-    assert f"cache_bytes={enough}" in record.getMessage()
+    said = record.getMessage()
+    assert f"Set shuffle_blocks (batch.shuffle_blocks) to {8 * (enough // 2) // enough} (it is 8)" in said
+    assert f"cache_bytes={enough} (data.cache_mib={-(-enough // 2**20)})" in said
     assert reads_of_an_epoch(found) > 4 * blocks
     loader(enough // 2, Plan(max_length=50, batch_users=32, num_streams=2, shuffle_blocks=2))
     assert not caplog.records
