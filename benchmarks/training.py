@@ -327,7 +327,7 @@ def peak(run_dir: Path, settings: list[str]) -> dict[str, float]:
     """Peak bytes of a whole run."""
     trainer = make_trainer(run_dir, settings)
     trainer.train()
-    longest = int(np.minimum(trainer.lengths - 1, trainer.config.batch.max_length).max())
+    longest = int(np.minimum(trainer.loader.lengths - 1, trainer.config.batch.max_length).max())
     return {"bytes": harness.resident_bytes(peak=True), "events": longest}
 
 

@@ -3,16 +3,20 @@
 Every group made here has a finite timeout: a peer that is gone becomes an error, never a hang.
 """
 
+import hashlib
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -88,6 +92,36 @@ def _place() -> tuple[int, int, int]:
             "or unset RANK to run as a single process"
         )
     return 0, 1, 0
+
+
+def check_same(what: str, value: str) -> None:
+    """Raise on every rank if ranks have different values: a collective.
+
+    Args:
+        what: for the message ("the configuration").
+        value: this rank's.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    own = hashlib.sha256(value.encode()).hexdigest()
+    everyone: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
+    if others:
+        raise RuntimeError(
+            f"{what} is not the same on all ranks, rank {others[0]} has another than rank 0: they must run the same "
+            "software on the same files"
+        )
+
+
+def of_rank_0(what: str, find: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank: shared file systems may show others an older state. A collective."""
+    found: list[T | None] = [None]
+    with failing_together(what):
+        if dist.get_rank() == 0:
+            found = [find()]
+    dist.broadcast_object_list(found, 0)
+    return cast(T, found[0])
 
 
 @contextmanager

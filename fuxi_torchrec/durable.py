@@ -2,9 +2,10 @@
 
 import fcntl
 import os
+import time
 import zlib
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -36,6 +37,42 @@ def crc32_of(path: Path) -> int:
     return value
 
 
+def sync_all(directory: Path) -> None:
+    """Wait until a directory with everything below it is on disk."""
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
+
+
+def lock(file: IO[Any], wait_seconds: float = 0.5) -> bool:
+    """Take a file's lock until it is closed; False if another process keeps it.
+
+    Args:
+        file: open.
+        wait_seconds: somebody who only looks (:func:`is_locked`) has it for a moment.
+    """
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            what = f"{error.strerror}: this file system does not lock files, take another place"
+            raise OSError(error.errno, what, file.name) from None
+        else:
+            return True
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a file's lock now."""
+    if not path.exists():
+        return False
+    with path.open() as file:
+        return not lock(file, 0.0)
+
+
 class OutputLock:
     """The right to write an output: a file beside it that one process holds, and that is gone afterwards.
 
@@ -53,10 +90,12 @@ class OutputLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = self.path.exists() and os.fstat(file.fileno()).st_ino == self.path.stat().st_ino
-        except OSError:
+            mine = lock(file, 0.0) and os.fstat(file.fileno()).st_ino == self.path.stat().st_ino
+        except FileNotFoundError:  # its holder has just removed it
             mine = False
+        except OSError:
+            file.close()
+            raise
         if not mine:
             file.close()
             return False

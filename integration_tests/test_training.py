@@ -244,6 +244,59 @@ def test_a_run_stopped_before_its_last_validation_has_it_when_started_again(work
         assert (tmp_path / "run" / "checkpoints" / "best").read_text() == "step-000000001\n"
 
 
+def test_the_last_validation_is_written_down_also_if_it_is_not_the_best(workers, data, tmp_path):
+    settings = [*data, "validation.every_epochs=1", "validation.users=50", "checkpoint.every_steps=1"]
+    settings += ["optimizer.lr=0.3", "train.epochs=3"]
+    workers(2).run(runs.run, tmp_path / "run", settings)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["best_step"] < summary["step"]  # else this shows nothing
+    last = tmp_path / "run" / "checkpoints" / (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+    assert json.loads((last / "checkpoint.json").read_text())["progress"]["validated_step"] == summary["step"]
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    workers(2).run(runs.run, tmp_path / "run", settings)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_schedule_that_ended_is_warned_about(workers, data, tmp_path):
+    settings = [*data, "optimizer.decay=cosine"]
+    assert warnings_of(workers, tmp_path / "run", [*settings, "train.max_steps=2"]) == []
+    assert warnings_of(workers, tmp_path / "run", [*settings, "train.max_steps=2"]) == []
+    (said,) = warnings_of(workers, tmp_path / "run", [*settings, "train.max_steps=4"])
+    assert said.startswith("4 steps are planned now and 2 were when the run began")
+
+
+def warnings_of(workers, run_dir, settings):
+    return workers(2).run(warnings_of_a_run, run_dir, settings)[0]
+
+
+def warnings_of_a_run(run_dir, settings):
+    """What the trainer warns of."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("fuxi_torchrec.training.trainer")
+    logger.addHandler(handler)
+    try:
+        runs.run(run_dir, settings)
+    finally:
+        logger.removeHandler(handler)
+    return said
+
+
+def test_processes_with_different_settings_are_refused(workers, data, tmp_path):
+    for said in workers(2).run(differing_run, tmp_path / "run", list(data)):
+        assert said.startswith("the configuration is not the same on all ranks, rank 1 has another than rank 0")
+    assert not (tmp_path / "run").exists()
+
+
+def differing_run(run_dir, settings):
+    """Every process with a seed of its own."""
+    try:
+        runs.trainer(run_dir, [*settings, f"seed={runs.here().rank}"])
+    except RuntimeError as error:
+        return str(error)
+
+
 def stopped_run(run_dir, settings):
     """Train until the first step is done, then leave as after SIGTERM."""
     made, _ = runs.trainer(run_dir, settings)

@@ -449,7 +449,9 @@ def test_gradients_that_are_no_numbers_do_not_reach_a_checkpoint(workers, run, d
     shutil.rmtree(run)  # clipping is part of what a run is
     settings = changed(f"data.path={data}", *settings)
     last = "step-000000004 is the last checkpoint"
-    refused(workers, run, settings, "TrainingError", words, last, both=True, prepare=spoil_gradients)
+    named = "failed-step-5-rank-*.json"
+    refused(workers, run, settings, "TrainingError", words, named, last, both=True, prepare=spoil_gradients)
+    assert all((run / f"failed-step-5-rank-{rank}.json").exists() for rank in range(2))
     assert workers(2).run(attempt, run, settings) == [None, None]
     assert list(losses(run)) == list(range(1, 9))
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TWO = "torchx run dist.ddp -j 1x2 -m"
+MARK = ".demo"  # the directory may be emptied
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run all stages; the first that fails ends it."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, help="MovieLens-1M as published: its directory, zip or ratings.dat")
-    parser.add_argument("--directory", type=Path, default=Path("runs/demo"), help="everything is written below it")
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        default=Path("runs/demo"),
+        help="everything is written below it; an earlier demo there is removed",
+    )
     options = parser.parse_args(arguments)
     directory = options.directory
     if options.data is not None and not options.data.exists():
         print(f"{options.data}: no such file or directory", file=sys.stderr)
         return 1
+    if directory.exists() and not (directory / MARK).exists():
+        print(f"{directory} exists and is not a demo's: name another --directory", file=sys.stderr)
+        return 1
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
+    (directory / MARK).touch()
     stages = synthetic_stages(directory) if options.data is None else movielens_stages(directory, options.data)
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     began, times = time.monotonic(), []

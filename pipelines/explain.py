@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from fuxi_torchrec.modules.learned import LearnedBlock, Scale, learned, readable
-from pipelines.checkpoint import find
 from pipelines.inspect import PER_SECOND
 
 POSITIONS = 256  # shown of the kernel
@@ -43,11 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read(run: Path, which: str | None) -> tuple[list[LearnedBlock], int, str]:
     """What a run's checkpoint has learned, the ticks of a second, and the checkpoint's name."""
     from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
+    from fuxi_torchrec.training.checkpoint_info import find_checkpoint
     from fuxi_torchrec.training.run_directory import RunDirectory
     from fuxi_torchrec.training.unshard import read_plain
 
-    config = RunDirectory(run).read_config()
-    checkpoint = find(run, which)
+    directory = RunDirectory(run)
+    config = directory.read_config()
+    checkpoint = find_checkpoint(directory.checkpoints, which)
     weights = read_plain(checkpoint)
     encoder = FuXiLinearEncoder(config.model)
     encoder.load_state_dict(

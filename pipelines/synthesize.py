@@ -1,6 +1,6 @@
 """Make up an event log whose structure is known, cut into parts by time.
 
-    python -m pipelines.synthesize --users 3000 --output data/demo-log --cuts 0.98
+    python -m pipelines.synthesize --users 3000 --output data/log --cuts 0.98
 
 writes ``part-0.parquet`` with the first 98 % of all events and ``part-1.parquet`` with the rest: yesterday's log and
 today's. Each has ``user_id``, ``item_id`` and ``timestamp`` (seconds), by time.
@@ -9,6 +9,7 @@ today's. Each has ``user_id``, ``item_id`` and ``timestamp`` (seconds), by time.
 import argparse
 import dataclasses
 import itertools
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,10 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sorted(set(cuts)) != cuts or not all(0 < cut < 1 for cut in cuts):
             raise ValueError(f"--cuts must be rising shares between 0 and 1, not {options.cuts}")
         config = synthetic_config(options)
-        options.output.mkdir(parents=True)
+        if options.output.exists():
+            raise ValueError(f"{options.output} exists: name a new directory")
+        aside = options.output.with_name(f".{options.output.name}.partial")
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
         for number, table in enumerate(parts(config, cuts)):
-            pq.write_table(table, options.output / f"part-{number}.parquet")
+            pq.write_table(table, aside / f"part-{number}.parquet")
             print(f"{options.output / f'part-{number}.parquet'}: {len(table):,} events")
+        aside.rename(options.output)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -47,7 +47,8 @@ class Loader:
         streams_of_rank(rank, world_size, plan.num_streams)  # refuses more processes than streams
         self.maker, self.rank, self.world_size = maker, rank, world_size
         self.max_tokens_per_rank, self.workers = max_tokens_per_rank, workers
-        self.schedule = Schedule(maker.train_lengths(), maker.reader.block_of_user, plan)
+        self.lengths = maker.train_lengths()  # training events of each user
+        self.schedule = Schedule(self.lengths, maker.reader.block_of_user, plan)
         if not len(self.schedule.sequences):
             raise DataError(
                 f"{maker.reader.dataset.path}: nothing to train on: no user has two events in the training split"

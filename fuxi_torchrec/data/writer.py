@@ -31,6 +31,7 @@ from fuxi_torchrec.data.dataset import (
 )
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import exists, is_local, resolve, write_bytes
+from fuxi_torchrec.durable import sync, sync_all
 
 ROW_GROUP_EVENTS = 2**16  # small: the reader mixes several row groups of every stream
 FILE_EVENTS = 2**23
@@ -204,7 +205,9 @@ class DatasetWriter:
         if self.place != self.output:
             if exists(self.output):
                 raise DataError(f"{self.output} appeared while this was running: choose another output")
+            sync_all(Path(self.place))  # what has its name is on disk
             os.rename(self.place, self.output)
+            sync(Path(self.output).absolute().parent)
         return info
 
     def __enter__(self) -> "DatasetWriter":

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -29,7 +28,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from fuxi_torchrec.config import OptimizerConfig
-from fuxi_torchrec.distributed import World, failing_together
+from fuxi_torchrec.distributed import World, check_same, failing_together
 from fuxi_torchrec.embeddings.tables import Table, Tables
 
 _ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
@@ -151,11 +150,7 @@ def shard(
     with failing_together("planning the tables' sharding"):
         memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else None
         plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type, memory)
-    own = hashlib.sha256(str(plan).encode()).hexdigest()
-    everyone: list[str] = [""] * world.size
-    dist.all_gather_object(everyone, own)
-    if len(set(everyone)) > 1:
-        raise ShardingError("the processes planned different shardings: they must run the same software and config")
+    check_same("the tables' sharding plan", str(plan))
     sharded = DistributedModelParallel(
         module=model,
         device=world.device,

@@ -8,10 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fuxi_torchrec.config import Config, Sharding
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch, Items
@@ -20,15 +17,15 @@ from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import resolve
 from fuxi_torchrec.data.reader import Block, Reader, SideColumn
 from fuxi_torchrec.data.vocabulary import Vocabulary
-from fuxi_torchrec.distributed import World, failing_together
+from fuxi_torchrec.distributed import World, failing_together, of_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
 from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.training.checkpoint import BEST, LATEST, Checkpoints
-from fuxi_torchrec.training.checkpoint_info import CheckpointError, Info
+from fuxi_torchrec.training.checkpoint import Checkpoints, table_rows
+from fuxi_torchrec.training.checkpoint_info import CheckpointError, Info, find_checkpoint
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.run_data import split_of
 from fuxi_torchrec.training.run_directory import ITEMS, KnownItems, RunDirectory
@@ -111,9 +108,8 @@ def load(
     directory = RunDirectory(run_dir)
     with failing_together("opening the run"):
         config = directory.read_config()
-        checkpoints = Checkpoints(directory.checkpoints, 1, world)
-        path = find_checkpoint(checkpoints, which)
-    path = _agreed(path)
+    checkpoints = Checkpoints(directory.checkpoints, 1, world)
+    path = of_rank_0("looking for the checkpoint", lambda: find_checkpoint(directory.checkpoints, which))
     info = checkpoints.read_info(path)
     with failing_together("opening the dataset"):
         if info.identity.encoder != str(config.model.fingerprint()):
@@ -137,25 +133,6 @@ def load(
     )  # fmt: skip
 
 
-def find_checkpoint(checkpoints: Checkpoints, which: str | None) -> Path:
-    """``best``, ``latest`` or a step; None for the best one if there is one, else the latest."""
-    found = checkpoints.find(which) if which else checkpoints.find(BEST) or checkpoints.find(LATEST)
-    if found is None:
-        there = ", ".join(path.name for path in checkpoints.all()) or "none"
-        wanted = f"checkpoint {which!r}" if which else "checkpoint"
-        raise CheckpointError(
-            f"{checkpoints.directory}: no complete {wanted}; there are {there}. Give best, latest or a step's number"
-        )
-    return found
-
-
-def _agreed(path: Path) -> Path:
-    """What process 0 sees: shared file systems may show others an older state."""
-    seen = [path]
-    dist.broadcast_object_list(seen, 0)
-    return seen[0]
-
-
 # --- the dataset -----------------------------------------------------------------------------------------------------
 
 
@@ -175,12 +152,7 @@ def _open_dataset(config: Config, info: Info, data: str | None, allow_other_data
 
 def _tables(config: Config, info: Info, checkpoint: Path, found: DatasetInfo, world_size: int) -> tuple[Tables, Config]:
     """The checkpoint's tables, row-wise where there are rows enough; and the configuration that says so."""
-    sizes = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    rows = {
-        plain_name(name): about.size[0]
-        for name, about in sizes.items()
-        if isinstance(about, TensorStorageMetadata) and ".embedding_bags." in name
-    }
+    rows = {plain_name(name): size for name, size in table_rows(checkpoint).items()}
     sides = tuple(
         dataclasses.replace(side, cardinality=rows.get(f"side_{side.name}", side.cardinality)) for side in found.sides
     )

@@ -6,7 +6,6 @@ was being written when the machine stopped is at the end, was never acknowledged
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuxi_torchrec.durable import sync
+from fuxi_torchrec.durable import lock, sync
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.bundle import ExportError
 
@@ -89,13 +88,11 @@ class AppendLog:
         self.directory, self.path = directory, directory / LOG_FILE
         directory.mkdir(parents=True, exist_ok=True)
         self._lock_file = (directory / LOCK_FILE).open("a")
-        try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock(self._lock_file):
             self._lock_file.close()
             raise ExportError(
                 f"{directory}: another process is appending to this log: one Recommender at a time, or read_only=True"
-            ) from None
+            )
         self._failed: str | None = None
         self._file = -1
         try:
@@ -187,11 +184,7 @@ class AppendLog:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, self.path)
-        handle = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        sync(self.directory)
 
     def close(self) -> None:
         """Let go of the directory; everything acknowledged is on disk already."""

@@ -1,7 +1,7 @@
 import pytest
 import torch.distributed as dist
 
-from fuxi_torchrec.distributed import PeerError, failing_together, process_group
+from fuxi_torchrec.distributed import PeerError, check_same, failing_together, of_rank_0, process_group
 
 
 def outcome_of_a_failing_step(failing_ranks):
@@ -27,6 +27,37 @@ def test_a_failure_on_one_rank_raises_on_all(workers):
 
 def test_without_a_failure_nothing_happens(workers):
     assert workers(3).run(outcome_of_a_failing_step, []) == ["fine"] * 3
+
+
+def outcome_of_comparing(values):
+    try:
+        check_same("the plan", values[dist.get_rank()])
+    except RuntimeError as error:
+        return str(error)
+    return "fine"
+
+
+def test_ranks_that_differ_are_named_on_all_of_them(workers):
+    assert workers(3).run(outcome_of_comparing, ["a", "a", "a"]) == ["fine"] * 3
+    for said in workers(3).run(outcome_of_comparing, ["a", "a", "b"]):
+        assert said.startswith("the plan is not the same on all ranks, rank 2 has another than rank 0")
+
+
+def what_the_first_finds(fails):
+    def find():
+        if fails:
+            raise FileNotFoundError("nothing there")
+        return f"found by {dist.get_rank()}"
+
+    try:
+        return of_rank_0("looking", find)
+    except Exception as error:
+        return type(error).__name__
+
+
+def test_what_the_first_rank_finds_is_everybodys(workers):
+    assert workers(2).run(what_the_first_finds, False) == ["found by 0", "found by 0"]
+    assert workers(2).run(what_the_first_finds, True) == ["FileNotFoundError", "PeerError"]
 
 
 def test_outside_a_group_the_error_is_simply_raised():

@@ -25,19 +25,23 @@ from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import clipped
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint_info import (
+    BEST,
     INFO,
+    LATEST,
     CheckpointError,
     Identity,
     Info,
     Progress,
     check_file,
+    complete,
+    named,
     read_info,
+    step_name,
 )
 from fuxi_torchrec.training.optimizers import StepOptimizer
 
 logger = get_logger(__name__)
 
-LATEST, BEST = "latest", "best"
 _PARTIAL = ".partial-"
 
 
@@ -99,14 +103,10 @@ class Checkpoints:
         except (CheckpointException, OSError, RuntimeError) as error:
             if self.world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            last = self.find(LATEST)
+            last = named(self.directory, LATEST)
             stands = f"the last complete one, {last.name}, stands" if last else "there is no earlier one"
             raise CheckpointError(f"{final}: the checkpoint could not be written: {_cause(error)}; {stands}") from error
         return final
-
-    def has(self, step: int) -> bool:
-        """Whether a step's checkpoint is complete."""
-        return (self.directory / step_name(step) / INFO).exists()
 
     def amend(self, about: "About") -> None:
         """Change what a complete checkpoint of this step says of itself; call it on one process."""
@@ -129,32 +129,15 @@ class Checkpoints:
         return {name: value for part in everyone for name, value in part.items()}
 
     def _prune(self) -> None:
-        complete = self.all()
-        keep = set(complete[-self.keep_last :]) | {self.find(LATEST), self.find(BEST)}
-        for path in complete:
+        there = complete(self.directory)
+        keep = {*there[-self.keep_last :], named(self.directory, LATEST), named(self.directory, BEST)}
+        for path in there:
             if path not in keep:  # out of the way first: a half removed one must not pass for a checkpoint
                 os.replace(path, path.with_name(_PARTIAL + path.name))
         for path in self.directory.glob(f"{_PARTIAL}*"):  # also what killed processes left
             shutil.rmtree(path, ignore_errors=True)
 
     # --- reading -----------------------------------------------------------------------------------------------------
-
-    def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first."""
-        return sorted(path.parent for path in self.directory.glob(f"step-*/{INFO}"))
-
-    def find(self, which: str) -> Path | None:
-        """``latest``, ``best`` or a step's number; None if there is no such checkpoint."""
-        if which not in (LATEST, BEST):
-            path = self.directory / (step_name(int(which)) if which.isdigit() else which)
-            return path if (path / INFO).exists() else None
-        pointer = self.directory / which
-        if pointer.exists():
-            path = self.directory / (pointer.read_text().strip() or "none")
-            if path.is_dir():  # complete when it was named: if it no longer is, it is damaged
-                return path
-        complete = self.all()
-        return complete[-1] if which == LATEST and complete else None
 
     def read_info(self, path: Path) -> Info:
         """What a checkpoint says about itself, its files checked: a collective, each process checks some."""
@@ -173,7 +156,9 @@ class Checkpoints:
         state = state_of(model, optimizer)
         try:
             if grown:
-                rows = table_rows(path)
+                rows: dict[str, int] = {}
+                with failing_together("reading the tables' sizes"):
+                    rows = table_rows(path)
                 state = {name: clipped(value, rows[name]) if name in rows else value for name, value in state.items()}
             dcp_load(state, storage_reader=FileSystemReader(path))
         except (CheckpointException, OSError, RuntimeError, ValueError) as error:
@@ -181,7 +166,7 @@ class Checkpoints:
             raise CheckpointError(f"{path}: the checkpoint cannot be loaded: {_cause(error)}{other}") from error
 
     def _other(self, path: Path) -> str:
-        others = [each.name for each in self.all() if each != path]
+        others = [each.name for each in complete(self.directory) if each != path]
         return f"; remove the directory to continue from {others[-1]}" if others else ""
 
 
@@ -201,16 +186,6 @@ def state_of(model: ShardedModel, optimizer: StepOptimizer | None) -> dict[str, 
     if optimizer is not None:
         state |= {f"optimizer.{name}": value for name, value in optimizer.moments().items()}
     return state
-
-
-def step_name(step: int) -> str:
-    """The directory of a step's checkpoint.
-
-    Example:
-        >>> step_name(1200)
-        'step-000001200'
-    """
-    return f"step-{step:09d}"
 
 
 def _cause(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: ``checkpoint.json``, and the checksums of its files."""
+"""Which checkpoints a run has, and what one says of itself: ``checkpoint.json``, and the checksums of its files."""
 
 import json
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from fuxi_torchrec.durable import crc32_of
 
 FORMAT = 1
 INFO = "checkpoint.json"
+LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
 _DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
 
 
@@ -83,6 +84,47 @@ class Info:
     files: dict[str, tuple[int, int]]  # name -> size, crc32
     software: str = __version__
     format: int = FORMAT
+
+
+def step_name(step: int) -> str:
+    """The directory of a step's checkpoint.
+
+    Example:
+        >>> step_name(1200)
+        'step-000001200'
+    """
+    return f"step-{step:09d}"
+
+
+def complete(directory: Path) -> list[Path]:
+    """The complete checkpoints in a directory, oldest first."""
+    return sorted(path.parent for path in directory.glob(f"step-*/{INFO}"))
+
+
+def named(directory: Path, which: str) -> Path | None:
+    """``latest``, ``best`` or a step's number; None if there is no such checkpoint."""
+    if which not in (LATEST, BEST):
+        path = directory / (step_name(int(which)) if which.isdigit() else which)
+        return path if (path / INFO).exists() else None
+    pointer = directory / which
+    if pointer.exists():
+        path = directory / (pointer.read_text().strip() or "none")
+        if path.is_dir():  # complete when it was named: if it no longer is, it is damaged
+            return path
+    there = complete(directory)
+    return there[-1] if which == LATEST and there else None
+
+
+def find_checkpoint(directory: Path, which: str | None = None) -> Path:
+    """``best``, ``latest`` or a step's number; by default the best one if there is one, else the latest."""
+    found = named(directory, which) if which else named(directory, BEST) or named(directory, LATEST)
+    if found is None:
+        there = ", ".join(path.name for path in complete(directory)) or "none"
+        wanted = f"checkpoint {which!r}" if which else "checkpoint"
+        raise CheckpointError(
+            f"{directory}: no complete {wanted}; there are {there}. Give best, latest or a step's number"
+        )
+    return found
 
 
 def read_info(path: Path) -> Info:

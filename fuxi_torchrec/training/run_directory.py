@@ -1,6 +1,5 @@
 """What a run leaves on disk: a lock, its configuration, the known items, metrics, checkpoints."""
 
-import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +16,7 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.config import Config, differences, load_config
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.vocabulary import Vocabulary
-from fuxi_torchrec.durable import write_atomically
+from fuxi_torchrec.durable import lock, sync, write_atomically
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -80,11 +79,10 @@ class RunDirectory:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("a+")
+            mine = lock(self._lock)
         except OSError as error:
             raise RunError(f"{self.path}: cannot write to the run directory: {error.strerror}") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not mine:
             self._lock.seek(0)
             holder = self._lock.read().strip() or "another process"
             self._lock.close()
@@ -92,7 +90,7 @@ class RunDirectory:
             raise RunError(
                 f"{self.path}: the run directory is locked by {holder}: wait for that job, stop it, or take another "
                 "--run-dir"
-            ) from None
+            )
         self._lock.seek(0)
         self._lock.truncate()
         self._lock.write(f"process {os.getpid()} on {os.uname().nodename}\n")
@@ -146,14 +144,18 @@ class RunDirectory:
         )
         aside = self.path / f".{ITEMS}.new"
         pq.write_table(table, aside)
+        sync(aside)
         os.replace(aside, self.path / ITEMS)
+        sync(self.path)
 
     def read_items(self) -> KnownItems:
         """Which items the run knows."""
         try:
             table = pq.read_table(self.path / ITEMS, columns=["count", "known"])
         except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"{self.path / ITEMS}: not readable: {error}") from None
+            raise DataError(
+                f"{self.path / ITEMS}: not readable: {error}: put a copy in its place, or take another --run-dir"
+            ) from None
         known = np.concatenate([[False], table["known"].to_numpy(zero_copy_only=False)])
         return KnownItems(known.astype(bool), np.concatenate([[0], table["count"].to_numpy()]).astype(np.int64))
 

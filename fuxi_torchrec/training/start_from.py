@@ -2,16 +2,14 @@
 
 from pathlib import Path
 
-import torch.distributed as dist
-
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.vocabulary import Vocabulary
-from fuxi_torchrec.distributed import World, failing_together
+from fuxi_torchrec.distributed import World, failing_together, of_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.tables import ITEM_TABLE
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint import BEST, LATEST, Checkpoints, state_of, table_rows
-from fuxi_torchrec.training.checkpoint_info import Identity
+from fuxi_torchrec.training.checkpoint import Checkpoints, state_of, table_rows
+from fuxi_torchrec.training.checkpoint_info import Identity, find_checkpoint
 from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.run_directory import RunDirectory
 
@@ -29,9 +27,7 @@ def start_from(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
         world: this process among its peers.
     """
     checkpoints = Checkpoints(RunDirectory(other).checkpoints, 1, world)
-    path = agreed(checkpoints.find(BEST) or checkpoints.find(LATEST))
-    if path is None:
-        raise TrainingError(f"--init-from {other}: no complete checkpoint there")
+    path = of_rank_0(f"opening --init-from {other}", lambda: find_checkpoint(checkpoints.directory))
     found = checkpoints.read_info(path).identity
     new: dict[str, int] = {}
     with failing_together(f"comparing {other} with this run"):
@@ -47,13 +43,6 @@ def start_from(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
     for name, rows in new.items():
         if rows and name != ITEM_TABLE:
             logger.info("%s: %d new rows initialised", name, rows)
-
-
-def agreed(path: Path | None) -> Path | None:
-    """What process 0 sees: shared file systems may show others an older state. A collective."""
-    seen: list[Path | None] = [path]
-    dist.broadcast_object_list(seen, 0)
-    return seen[0]
 
 
 def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:

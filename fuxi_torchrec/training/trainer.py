@@ -20,7 +20,7 @@ from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.data.vocabulary import Vocabulary
-from fuxi_torchrec.distributed import World, failing_together
+from fuxi_torchrec.distributed import World, check_same, failing_together, of_rank_0
 from fuxi_torchrec.durable import write_atomically
 from fuxi_torchrec.embeddings.pipeline import ShardedModel, make_pipeline
 from fuxi_torchrec.embeddings.sharding import (
@@ -32,8 +32,8 @@ from fuxi_torchrec.embeddings.sharding import (
     shard,
 )
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint import LATEST, About, Checkpoints, state_of
-from fuxi_torchrec.training.checkpoint_info import CheckpointError, Progress
+from fuxi_torchrec.training.checkpoint import About, Checkpoints, state_of
+from fuxi_torchrec.training.checkpoint_info import LATEST, CheckpointError, Progress, named
 from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.feed import Feed, Step, StepMaker
 from fuxi_torchrec.training.interruption import StopRequest, Watchdog
@@ -42,7 +42,7 @@ from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
 from fuxi_torchrec.training.run_data import RunData, plan_of
 from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, SUMMARY, RunDirectory
 from fuxi_torchrec.training.saving import Saver
-from fuxi_torchrec.training.start_from import agreed, start_from
+from fuxi_torchrec.training.start_from import start_from
 from fuxi_torchrec.training.validation import sample_users, validate
 from fuxi_torchrec.training.watch import Watch, peak_memory_mb
 
@@ -79,6 +79,7 @@ class Trainer:
         stop: StopRequest | None = None,
     ) -> None:
         self.world, self.directory = world, directory
+        check_same("the configuration", strict_yaml.dump(config))
         with failing_together("opening the run directory"):
             if world.rank == 0:
                 directory.lock()
@@ -96,7 +97,7 @@ class Trainer:
                 config.batch.max_tokens_per_rank,
                 config.data.workers,
             )
-        self.model, self.plan = self._build()
+        self.model = self._build()
         self.optimizer = StepOptimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
         self.saver = Saver(self.checkpoints, config.checkpoint.background, config.distributed.timeout_seconds)
@@ -113,9 +114,9 @@ class Trainer:
                 directory.clear_preempted()
                 if not directory.has_items():
                     directory.write_items(Vocabulary.of(self.data.dataset), self.data.items)
-        self.lengths = self.data.maker.train_lengths()
+        self.watchdog = Watchdog(config.distributed.timeout_seconds * 0.9)
 
-    def _build(self) -> tuple[ShardedModel, Any]:
+    def _build(self) -> ShardedModel:
         torch.manual_seed(self.config.seed)
         tables = self.data.tables
         model = SequenceModel(self.config, tables)
@@ -125,10 +126,10 @@ class Trainer:
         with failing_together("writing the sharding plan"):
             if self.world.rank == 0:
                 write_atomically(self.directory.path / PLAN, plan_to_json(plan, tables, self.world.size))
-        return sharded, plan
+        return sharded
 
     def _restore(self, init_from: Path | None) -> Progress:
-        latest = agreed(self.checkpoints.find(LATEST))
+        latest = of_rank_0("looking for checkpoints", lambda: named(self.directory.checkpoints, LATEST))
         planned = self._planned_steps()
         if latest is None:
             if init_from is not None:
@@ -146,8 +147,8 @@ class Trainer:
         if planned > info.progress.total_steps and decay.decay != "constant" and decay.decay_steps is None:
             logger.warning(
                 "%d steps are planned now and %d were when the run began: the learning rate's decay ends there, and "
-                "what follows trains at optimizer.final_lr = %g of it. For a longer schedule start a new --run-dir with "
-                "--init-from this one",
+                "what follows trains at optimizer.final_lr = %g of it. For a longer schedule start a new --run-dir "
+                "with --init-from this one",
                 planned,
                 info.progress.total_steps,
                 decay.final_lr,
@@ -167,8 +168,17 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Train to the end; the summary."""
+        watch = Watch(self.config, self.directory, self.world, self.progress)
+        try:
+            self._train(watch)
+        finally:
+            self.watchdog.stop()
+            watch.close()
+        return self._summary()
+
+    def _train(self, watch: Watch) -> None:
+        """What is left to do."""
         config = self.config
-        watch = Watch(config, self.directory, self.world, self.progress)
         if self._validation_missed():
             _, saved = self._validate(watch)
             if not saved and self._finished():
@@ -176,36 +186,31 @@ class Trainer:
             self.saver.wait()
         if self._finished():
             logger.info("nothing to do: the run is at step %d", self.progress.step)
-            watch.close()
-            return self._summary()
+            return
         feed = Feed(self._steps(), self.data.tables.needs_equal_bags)
         pipeline = make_pipeline(config.train.pipeline, self.model, self.optimizer, self.world.device)
         self.optimizer.current = lambda: feed.waiting[0]
         self.model.train()
         logger.info(
             "%d users, %d known items, about %d steps an epoch, busiest process %.2f times the mean",
-            len(self.lengths),
+            len(self.loader.lengths),
             len(self.data.items.ids),
             self.loader.steps(0),
             self.loader.balance(0),
         )
-        watchdog = Watchdog(config.distributed.timeout_seconds * 0.9)
         try:
-            self._loop(pipeline, feed, watch, watchdog)
+            self._loop(pipeline, feed, watch)
         except Exception:
             with contextlib.suppress(Exception):
                 self.saver.wait()  # an earlier step's checkpoint may be almost there
             raise
-        finally:
-            watchdog.stop()
-        watch.close()
-        return self._summary()
+        watch.finish()
 
-    def _loop(self, pipeline: Any, feed: Feed, watch: Watch, watchdog: Watchdog) -> None:
+    def _loop(self, pipeline: Any, feed: Feed, watch: Watch) -> None:
         """Steps, validations and saves, until the end or until asked to stop."""
         began, stopped, every = time.monotonic() - self.progress.seconds, False, self.config.checkpoint.every_steps
         while not stopped:
-            watchdog.moved()
+            self.watchdog.moved()
             done = self._one_step(pipeline, feed)
             if done is None:
                 break
@@ -231,7 +236,7 @@ class Trainer:
         if self._validates() and self.progress.validated_step != self.progress.step:
             with _detached(pipeline):
                 self._validate(watch)
-        self.save()
+        self.save(self._validated if self.progress.validated_step == self.progress.step else None)
         self.saver.wait()
 
     def _preempted(self) -> None:
@@ -289,11 +294,11 @@ class Trainer:
         totals = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(totals)
         loss, all_events, asked, failed = totals.tolist()
-        norm = self.optimizer.norm
+        step, norm = self.progress.step + 1, self.optimizer.norm
         if not math.isfinite(loss):
-            self._stop(f"the loss of step {self.progress.step + 1} is {loss}", summed, users)
+            self._stop(step, f"the loss of step {step} is {loss}", summed, users)
         if norm is not None and not math.isfinite(norm):
-            self._stop(f"the norm of the gradients of step {self.progress.step + 1} is {norm}", summed, users)
+            self._stop(step, f"the norm of the gradients of step {step} is {norm}", summed, users)
         self._users = users
         return _Done(loss, int(all_events), about.end, asked > 0, failed > 0)
 
@@ -304,16 +309,16 @@ class Trainer:
         bad = torch.tensor(float(not all(bool(value.isfinite().all()) for value in values)))
         dist.all_reduce(bad)
         if bad > 0:
-            self._stop(f"after step {self.progress.step} weights are not finite", math.nan, self._users)
+            step = self.progress.step
+            self._stop(step, f"after step {step} weights are not finite", math.nan, self._users)
 
-    def _stop(self, why: str, own: float, users: list[int]) -> None:
+    def _stop(self, step: int, why: str, own: float, users: list[int]) -> None:
         """Write down whose events the step had, and raise, on every process."""
-        step = self.progress.step + 1
         path = self.directory.path / f"failed-step-{step}-rank-{self.world.rank}.json"
         write_atomically(path, json.dumps({"own_loss": str(own), "user_rows": users}) + "\n")
         with contextlib.suppress(CheckpointError):
             self.saver.wait()  # of a step before this one
-        last = self.checkpoints.find(LATEST)
+        last = named(self.directory.checkpoints, LATEST)
         raise TrainingError(
             f"{why}: training stops. The rows of the batch's users are "
             f"in {path.parent}/failed-step-{step}-rank-*.json; "
@@ -391,7 +396,8 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         """Metrics of the validation targets of a fixed sample of users: a collective."""
         config = self.config
-        users = sample_users(len(self.lengths), config.validation.users, config.seed)
+        lengths = self.loader.lengths
+        users = sample_users(len(lengths), config.validation.users, config.seed)
         return validate(
             self.model,
             self.data.maker,
@@ -399,11 +405,11 @@ class Trainer:
             self.data.items.ids,
             config.loss.metric,
             users,
-            self.lengths[users],
-            "valid",
+            lengths[users],
             config.batch.max_length,
             self.world,
             config.validation.filter_seen,
+            self.watchdog.moved,
         )
 
     def _summary(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from fuxi_torchrec.durable import sync, sync_all
 from fuxi_torchrec.training.checkpoint_info import CheckpointError, check_file, read_info
 
 WEIGHTS, CONFIG, ITEMS = "model.safetensors", "config.yaml", "items.parquet"
@@ -67,8 +68,14 @@ def unshard(run: Path, checkpoint: Path, output: Path) -> dict[str, Tensor]:
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     metadata = {"checkpoint": checkpoint.name, "progress": json.dumps(dataclasses.asdict(info.progress))}
-    save_file(weights, aside / WEIGHTS, metadata)
-    for name in (CONFIG, ITEMS):
-        shutil.copyfile(run / name, aside / name)
-    aside.rename(output)
+    try:
+        save_file(weights, aside / WEIGHTS, metadata)
+        for name in (CONFIG, ITEMS):
+            shutil.copyfile(run / name, aside / name)
+        sync_all(aside)
+        aside.rename(output)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync(output.absolute().parent)
     return weights

@@ -1,8 +1,7 @@
 """Exact metrics of held-out targets."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -54,11 +53,9 @@ def _by_tokens(users: Ints, lengths: Ints, tokens: int) -> list[Ints]:
 
 
 @torch.no_grad()
-def user_vectors(model: ShardedModel, batch: EventBatch, tables: Tables, request: Tensor | None = None) -> Tensor:
+def user_vectors(model: ShardedModel, batch: EventBatch, tables: Tables) -> Tensor:
     """(B, D) each user at the request time: a collective."""
     rows, ready = event_rows(model, batch, tables)
-    if request is not None:
-        ready.request_timestamps = request.to(model.device)
     encoded: Tensor = model.module.head.encode(rows, ready)
     return encoded.index_select(0, (batch.offsets[1:] - 1).to(model.device))
 
@@ -104,15 +101,14 @@ def validate(
     metric: Metric,
     users: Ints,
     lengths: Ints,
-    part: Part,
     max_length: int,
     world: World,
     filter_seen: bool = False,
-    request_time: Literal["target", "last"] = "target",
+    moved: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Metrics of the users' targets among all candidates, each asked at the target's time or at the last event's.
+    """Metrics of the users' validation targets among all candidates, each asked at the target's time.
 
-    A collective; every process gets the result of all.
+    A collective; every process gets the result of all. ``moved`` is called whenever some of it is done.
     """
     was_training = model.training
     model.eval()
@@ -122,14 +118,12 @@ def validate(
         catalogue = Catalogue(module.items, torch.from_numpy(candidates), tables.items.dim, metric, world)
         metrics = Metrics()
         batches = Batches.of(users, np.minimum(lengths, max_length), world)
-        for batch in evaluation_batches(maker, batches, part, max_length):
-            last = batch.offsets[1:] - 1
-            request = batch.timestamps[last] if request_time == "last" else None
-            vectors = user_vectors(model, batch, tables, request)
-            queries = Queries(vectors, batch.targets[last])
+        for batch in evaluation_batches(maker, batches, "valid", max_length):
+            moved()
+            queries = Queries(user_vectors(model, batch, tables), batch.targets[batch.offsets[1:] - 1])
             if filter_seen:  # everything before the target, not only what the encoder is given
                 with failing_together("reading whole histories"):
-                    whole = maker.evaluation(batch.users.numpy(), part, EVERYTHING)
+                    whole = maker.evaluation(batch.users.numpy(), "valid", EVERYTHING)
                 queries.seen, queries.seen_lengths = whole.items, whole.offsets.diff()
             metrics.add(catalogue.ranks(queries)[0])
         return metrics.result()

@@ -86,11 +86,14 @@ class Watch:
             metrics["users"],
         )
 
-    def close(self) -> None:
-        """At the end: the last step is always said."""
+    def finish(self) -> None:
+        """At the end of training: the last step is always said. A collective."""
         with failing_together("writing metrics"):
             if self.active and self._unsaid is not None:
                 self._log_step(*self._unsaid)
+
+    def close(self) -> None:
+        """Leave the terminal and the files as they should be, however training ended."""
         if self._line is not None:
             self._line.close()
         if self._board is not None:

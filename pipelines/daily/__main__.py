@@ -73,7 +73,7 @@ def _run(config: DailyConfig, options: argparse.Namespace) -> int:
                 for day in days[:1]:
                     dry_run(daily, jobs, day)
                 return 0
-            with locked(root / ".lock", "the pipeline"):
+            with locked(Layout(root).lock, "the pipeline"):
                 return _run_days(Daily(config, jobs), options)
     except (KeyboardInterrupt, SignalException) as error:
         number = int(getattr(error, "sigval", 2))

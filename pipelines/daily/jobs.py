@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from fuxi_torchrec.durable import is_locked
 from pipelines import components
 from pipelines.daily.config import JobsConfig
-from pipelines.daily.state import DailyError, is_locked
+from pipelines.daily.state import DailyError
 
 # Every process of a job has it, so that a job is found again even if nobody noted its handle.
 MARK = "FUXI_DAILY_JOB"

@@ -12,18 +12,16 @@ ROOT/published       link to a release; moved in one step
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from fuxi_torchrec.durable import sync, write_atomically
+from fuxi_torchrec.durable import lock, sync, write_atomically
 
 VERSION = 1
 STATE, LOCK, POINTER_LOCK, PUBLISHED, RELEASE = "state.json", ".lock", ".pointer.lock", "published", "release.json"
@@ -47,38 +45,19 @@ def now() -> str:
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: str, wait_seconds: float = 0.0) -> Iterator[None]:
+def locked(path: Path, what: str, wait_seconds: float = 0.5) -> Iterator[None]:
     """Hold a lock; the system lets go when the process ends, however it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + wait_seconds
     with path.open("a+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                if time.monotonic() >= deadline:
-                    file.seek(0)
-                    holder = file.read().strip() or "another process"
-                    raise DailyError(f"{path.parent}: {what} is locked by {holder}: wait for it, or stop it") from None
-                time.sleep(0.1)
+        if not lock(file, wait_seconds):
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            raise DailyError(f"{path.parent}: {what} is locked by {holder}: wait for it, or stop it")
         file.seek(0)
         file.truncate()
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
         yield
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock now."""
-    try:
-        with path.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
 
 
 # --- where things are ------------------------------------------------------------------------------------------------

@@ -1,10 +1,11 @@
 """How the days stand, and what the next one would run, for people."""
 
+from fuxi_torchrec.durable import is_locked
 from pipelines.daily.config import DailyConfig
 from pipelines.daily.jobs import LOCAL, Ended, Job, TorchXJobs
 from pipelines.daily.logs import order
 from pipelines.daily.loop import Daily
-from pipelines.daily.state import Day, is_locked
+from pipelines.daily.state import Day
 
 STAGES = ("prepare", "train", "evaluate", "compare", "gate", "refresh", "export", "publish")
 
