@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fuxi_torchrec.data.times import PER_SECOND
 from fuxi_torchrec.modules.learned import LearnedBlock, Scale, learned, readable
-from pipelines.inspect import PER_SECOND
 
 POSITIONS = 256  # shown of the kernel
 FORGOTTEN = 200  # events shown of a retention head's memory

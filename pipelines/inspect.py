@@ -11,8 +11,8 @@ import numpy as np
 
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.prepare import as_utc
 from fuxi_torchrec.data.reader import Reader
+from fuxi_torchrec.data.times import PER_SECOND, show_time
 from fuxi_torchrec.data.vocabulary import Vocabulary
 
 GAP_BOUNDS = {
@@ -26,7 +26,6 @@ GAP_BOUNDS = {
     "1 week": 604_800,
     "30 days": 2_592_000,
 }
-PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
 
 
 def bars(rows: dict[str, int]) -> str:
@@ -62,7 +61,7 @@ def sample_user(reader: Reader, row: int, events: int = 10) -> str:
     unit = reader.dataset.info.time_unit
     times = block.times[max(a, b - events) : b].tolist()
     lines = [f"user {reader.user_ids(number)[inside]!r} (row {row}): {b - a:,} events, the last {len(raw)}:"]
-    return "\n".join([*lines, *(f"  {as_utc(t, unit)}  {item}" for t, item in zip(times, raw, strict=True))])
+    return "\n".join([*lines, *(f"  {show_time(t, unit)}  {item}" for t, item in zip(times, raw, strict=True))])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 0 <= args.user < info.users:
             raise DataError(f"--user must be 0 to {info.users - 1}, not {args.user}")
         counts = f"{info.users:,} users, {info.items:,} items, {info.events:,} events"
-        first, last = (as_utc(time, info.time_unit) for time in (info.first_time, info.last_time))
+        first, last = (show_time(time, info.time_unit) for time in (info.first_time, info.last_time))
         print(f"{args.dataset}: {counts}, fingerprint {info.fingerprint}")
         print(f"times in {info.time_unit}, {first} to {last}")
         lengths = reader.lengths()

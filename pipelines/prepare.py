@@ -19,9 +19,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from fuxi_torchrec.data import sources
 from fuxi_torchrec.data.dataset import TIME_UNITS, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.prepare import PrepareOptions, as_utc, prepare, prepare_synthetic
+from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
 from fuxi_torchrec.data.sources import Source
 from fuxi_torchrec.data.synthetic import oracle_hit_rate
+from fuxi_torchrec.data.times import show_time
 from fuxi_torchrec.logging import setup_logging
 from pipelines.synthesize import add_synthetic_options, synthetic_config
 
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"prepare: {error}", file=sys.stderr)
                 return 1
             raise
-    span = f"{as_utc(info.first_time, info.time_unit)} to {as_utc(info.last_time, info.time_unit)}"
+    span = f"{show_time(info.first_time, info.time_unit)} to {show_time(info.last_time, info.time_unit)}"
     print(f"{args.output}: {info.users:,} users, {info.items:,} items, {info.events:,} events, {span}")
     if info.skipped_rows:
         print(f"rows left out: {json.dumps(info.skipped_rows)}")

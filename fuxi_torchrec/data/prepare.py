@@ -1,7 +1,6 @@
 """Event logs to a dataset: DuckDB reads, checks, filters and counts, buckets sort; all of it out of core."""
 
 import dataclasses
-import datetime
 import os
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
@@ -17,17 +16,15 @@ from fuxi_torchrec.data.database import Database
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import exists, is_local, resolve
-from fuxi_torchrec.data.sources import FILE, ROW, Source, literal, quote
+from fuxi_torchrec.data.sources import FILE, INTEGERS, ROW, Source, literal, quote, time_sql
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
+from fuxi_torchrec.data.times import PER_SECOND
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
 
 Progress = Callable[[str, int, int], None]  # what is done, events so far, events in all
-_PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
-_TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
-_INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
 _BATCH = 2**17  # events between DuckDB and the buckets at once
 
 
@@ -36,17 +33,15 @@ class PrepareOptions:
     """How to prepare, whatever the source.
 
     Attributes:
-        memory_limit: DuckDB's, for example ``"1GB"``; what does not fit spills to disk.
+        memory_limit: of DuckDB and of sorting, half each, for example ``"1GB"``; what does not fit spills to disk.
         on_bad_rows: ``error`` names the first bad rows, ``skip`` counts and leaves them out.
         extend: an earlier dataset whose item indices are kept.
-        scratch: directory for spills; the output's parent by default.
     """
 
     memory_limit: str = "4GB"
     threads: int = 2
     on_bad_rows: Literal["error", "skip"] = "error"
     extend: str | None = None
-    scratch: str | None = None
 
 
 def prepare(
@@ -54,8 +49,8 @@ def prepare(
 ) -> DatasetInfo:
     """Read a source, write a dataset."""
     options = options or PrepareOptions()
-    description = {**source.description, "files": [os.path.basename(name) for name in source.files]}
-    near = options.scratch or (str(Path(output).absolute().parent) if is_local(output) else None)
+    description = {"files": [os.path.basename(name) for name in source.files]}
+    near = str(Path(output).absolute().parent) if is_local(output) else None  # for what does not fit into memory
     with (
         DatasetWriter(output, source.time_unit, description) as writer,
         Database(near, options.memory_limit, options.threads) as database,
@@ -105,7 +100,7 @@ class _Preparation:
             )
         self.types = found
         for name in self.source.columns[:2]:
-            if found[name] not in (*_INTEGERS, "VARCHAR"):
+            if found[name] not in (*INTEGERS, "VARCHAR"):
                 raise DataError(
                     f"{self.source.files[0]}: column {name} is {found[name]}: ids must be integers of at most 64 bits, "
                     "signed, or text"
@@ -114,10 +109,9 @@ class _Preparation:
             return self.source.time
         name = self.source.columns[2]
         kind = found[name]
-        if kind in (*_INTEGERS, "UBIGINT"):
-            return f"CAST({self.source.time} AS BIGINT)"
-        if kind.startswith("TIMESTAMP") or kind == "DATE":
-            return f"CAST(floor({_TIMESTAMP[self.source.time_unit]}({self.source.time})) AS BIGINT)"
+        time = time_sql(self.source.time, kind, self.source.time_unit)
+        if time is not None:
+            return time
         example = self.database.rows(f"SELECT {self.source.time} FROM {self.source.reader} LIMIT 1")
         if not example:
             raise DataError(f"{self.source.files[0]}: no events")
@@ -239,7 +233,7 @@ class _Preparation:
         for value in (first, last):
             if value is None:
                 return
-            seconds = value / _PER_SECOND[self.source.time_unit]
+            seconds = value / PER_SECOND[self.source.time_unit]
             year = 1970 + seconds / 31_556_952
             if not 1990 <= year <= 2100:
                 logger.warning(
@@ -311,7 +305,7 @@ class _Preparation:
             if name in previous:
                 self.writer.reserve(name, previous[name].cardinality)  # models have rows for them
             column, kind = quote("side_" + name), self.types[name]
-            if kind in _INTEGERS or (kind.endswith("[]") and kind[:-2] in _INTEGERS):
+            if kind in INTEGERS or (kind.endswith("[]") and kind[:-2] in INTEGERS):
                 value = f"list_min({column})" if kind.endswith("[]") else column
                 if self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
                     raise DataError(f"side column {name} has negative values: they must be 0 or more")
@@ -416,8 +410,3 @@ def prepare_synthetic(config: SyntheticConfig, output: str | Path, progress: Pro
         table = {"item_id": order, "index": np.arange(1, len(order) + 1, dtype=np.int32), "count": counts[order]}
         writer.write_table(ITEMS, pa.table(table))
         return writer.finish(len(order), {}, frozenset())
-
-
-def as_utc(value: int, unit: str) -> str:
-    """A time for people."""
-    return datetime.datetime.fromtimestamp(value / _PER_SECOND[unit], datetime.UTC).strftime("%Y-%m-%d %H:%M:%S")

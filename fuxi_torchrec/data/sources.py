@@ -8,8 +8,9 @@ import os
 import tempfile
 import zipfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pyarrow.parquet as pq
 
@@ -49,7 +50,22 @@ class Source:
     iterate: bool = True
     check_time_type: bool = False
     rows_per_file: int = 0
-    description: dict[str, object] = field(default_factory=dict)
+
+
+# DuckDB's types that fit into 64 bits, signed
+INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
+_TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
+# endings of logs
+LOGS = (".parquet", ".csv", ".csv.gz", ".tsv")
+
+
+def time_sql(column: str, kind: str, unit: str) -> str | None:
+    """SQL for a column's times in a unit: integers are in it already; None if the type cannot be used."""
+    if kind in (*INTEGERS, "UBIGINT"):
+        return f"CAST({column} AS BIGINT)"
+    if kind.startswith("TIMESTAMP") or kind == "DATE":
+        return f"CAST(floor({_TIMESTAMP[unit]}({column})) AS BIGINT)"
+    return None
 
 
 def quote(name: str) -> str:
@@ -97,6 +113,24 @@ def find_files(path: str, endings: Sequence[str]) -> list[str]:
     return sorted(found)
 
 
+def find_logs(path: str) -> tuple[list[str], Literal["parquet", "csv"]]:
+    """Files of a log, all of one kind and none empty."""
+    files = find_files(path, LOGS)
+    parquet = [name.endswith(".parquet") for name in files]
+    if any(parquet) and not all(parquet):
+        raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
+    for name in files:
+        if os.path.getsize(name) == 0 and not any(parquet):
+            raise DataError(f"{name}: the file is empty, not even a header")
+    return files, "parquet" if all(parquet) else "csv"
+
+
+def csv_options(files: Sequence[str]) -> str:
+    """How DuckDB reads them: the whole file decides a column's type, so nothing is rounded or refused half-way."""
+    delimiter = "\t" if all(name.endswith(".tsv") for name in files) else ","
+    return f"header = true, union_by_name = true, sample_size = -1, delim = {literal(delimiter)}"
+
+
 def _most_rows(files: Sequence[str]) -> int:
     """Rows of the longest of Parquet files, all of which can be read."""
     most = 1
@@ -126,24 +160,15 @@ def events(
             raise DataError(
                 f"side column {name} is named twice, or like one of the dataset's own: {', '.join(RESERVED)}"
             )
-    files = find_files(path, (".parquet", ".csv", ".csv.gz", ".tsv"))
-    kinds = {"parquet" if name.endswith(".parquet") else "csv" for name in files}
-    if len(kinds) > 1:
-        raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
+    files, kind = find_logs(path)
     rows_per_file = 0
-    if kinds == {"parquet"}:
+    if kind == "parquet":
         most = _most_rows(files)
         reader = _read(files, "read_parquet", ", union_by_name = true")
         if not any("file_row_number" in pq.read_schema(name).names for name in files):
             reader, rows_per_file = _parquet(files, most), most
     else:
-        for name in files:
-            if os.path.getsize(name) == 0:
-                raise DataError(f"{name}: the file is empty, not even a header")
-        # the whole file decides a column's type, not its first rows: nothing is rounded or refused half-way
-        delimiter = "\t" if all(name.endswith(".tsv") for name in files) else ","
-        options = f", header = true, union_by_name = true, sample_size = -1, delim = {literal(delimiter)}"
-        reader = _read(files, "read_csv", options)
+        reader = _read(files, "read_csv", f", {csv_options(files)}")
     return Source(
         tuple(files),
         reader,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.data.filesystem import read_bytes
+from fuxi_torchrec.data.times import PER_SECOND, show_time
 from fuxi_torchrec.distributed import failing_together
 from fuxi_torchrec.durable import OutputLock, sync
 from fuxi_torchrec.logging import get_logger
@@ -42,7 +43,7 @@ from fuxi_torchrec.serving.bundle import (
     write_manifest,
 )
 from fuxi_torchrec.serving.states import TRAILER_BYTES
-from fuxi_torchrec.serving.times import NAMES, PER_SECOND, YEAR, parse_time, show_time
+from fuxi_torchrec.serving.times import NAMES, YEAR, parse_time
 
 logger = get_logger(__name__)
 

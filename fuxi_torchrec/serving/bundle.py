@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from fuxi_torchrec.durable import crc32_of, write_atomically
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
+from fuxi_torchrec.modules.norms import unit_length
 
 VERSION = 1
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
@@ -190,4 +190,4 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 def scaled(vectors: Tensor, metric: str) -> Tensor:
     """Vectors as scores use them: of unit length for ``l2``."""
-    return torch.nn.functional.normalize(vectors, dim=-1, eps=1e-6) if metric == "l2" else vectors
+    return unit_length(vectors) if metric == "l2" else vectors

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.sources import find_files, literal, quote
+from fuxi_torchrec.data.sources import INTEGERS, csv_options, find_logs, literal, quote, time_sql
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
 from fuxi_torchrec.serving.bundle import ITEMS, SIDES, Bundle, Manifest, SideTable
@@ -24,9 +23,6 @@ from fuxi_torchrec.serving.parts import ID_TYPES, combined
 from fuxi_torchrec.serving.times import check_time
 
 logger = get_logger(__name__)
-
-_INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
-_TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
 
 
 @dataclass(frozen=True)
@@ -125,13 +121,10 @@ def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) ->
     """Columns user, item, time and side features, in the order of the files."""
     import duckdb
 
-    files = find_files(path, (".parquet", ".csv", ".csv.gz", ".tsv"))
-    kinds = {"parquet" if name.endswith(".parquet") else "csv" for name in files}
-    if len(kinds) > 1:
-        raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
+    files, kind = find_logs(path)
     with duckdb.connect(":memory:", config={"threads": 2}) as connection:
         try:
-            reader = _reader(files, kinds.pop(), columns, manifest, values)
+            reader = _reader(files, kind, columns, manifest, values)
             types = {row[0]: row[1] for row in connection.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()}
             for name in {columns.user, columns.item, columns.time} & types.keys():
                 # a CSV column without values is text to DuckDB
@@ -154,16 +147,11 @@ def _reader(files: Sequence[str], kind: str, columns: LogColumns, manifest: Mani
             except Exception as error:
                 raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
         return f"read_parquet([{names}], union_by_name = true)"
-    for name in files:
-        if os.path.getsize(name) == 0:
-            raise DataError(f"{name}: the file is empty, not even a header")
     # text stays as it is written: 007 is not 7
     ids = ((columns.user, manifest.user_id_type), (columns.item, manifest.item_id_type))
     text = [f"{literal(name)}: 'VARCHAR'" for name in (*(name for name, kind in ids if kind == "string"), *values)]
     types = f", types = {{{', '.join(text)}}}" if text else ""
-    delimiter = "\t" if all(name.endswith(".tsv") for name in files) else ","
-    options = f"header = true, union_by_name = true, sample_size = -1, delim = {literal(delimiter)}"
-    return f"read_csv([{names}], {options}{types})"
+    return f"read_csv([{names}], {csv_options(files)}{types})"
 
 
 def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, values: Values, file: str) -> str:
@@ -177,25 +165,22 @@ def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, value
         ("user", columns.user, manifest.user_id_type),
         ("item", columns.item, manifest.item_id_type),
     ):
-        if types[name] not in (*_INTEGERS, "VARCHAR") or (kind == "int64" and types[name] == "VARCHAR"):
+        if types[name] not in (*INTEGERS, "VARCHAR") or (kind == "int64" and types[name] == "VARCHAR"):
             raise DataError(f"{file}: column {name} is {types[name]}, the export has {ours} ids of type {kind}")
         wanted.append(f'CAST({quote(name)} AS {"BIGINT" if kind == "int64" else "VARCHAR"}) AS "{ours}"')
-    time, kind = quote(columns.time), types[columns.time]
-    if kind in _INTEGERS:
-        wanted.append(f'CAST({time} AS BIGINT) AS "time"')
-    elif kind.startswith("TIMESTAMP") or kind == "DATE":
-        wanted.append(f'CAST(floor({_TIMESTAMP[manifest.time_unit]}({time})) AS BIGINT) AS "time"')
-    else:
+    time = time_sql(quote(columns.time), types[columns.time], manifest.time_unit)
+    if time is None:
         raise DataError(
-            f"{file}: column {columns.time} is {kind}: times must be integers in the export's unit, "
+            f"{file}: column {columns.time} is {types[columns.time]}: times must be integers in the export's unit, "
             f"{manifest.time_unit}, or timestamps"
         )
+    wanted.append(f'{time} AS "time"')
     for side in manifest.sides:
         if side.name in values:
             wanted.append(f"CAST({quote(side.name)} AS VARCHAR) AS {quote(side.name)}")
             continue
         kind = types[side.name].removesuffix("[]")
-        if kind not in _INTEGERS or types[side.name].endswith("[]") != side.multiple:
+        if kind not in INTEGERS or types[side.name].endswith("[]") != side.multiple:
             shape = "lists of dense indices" if side.multiple else "dense indices"
             raise DataError(f"{file}: side column {side.name} is {types[side.name]}: the export needs {shape}")
         wanted.append(f"CAST({quote(side.name)} AS BIGINT{'[]' * side.multiple}) AS {quote(side.name)}")

@@ -19,12 +19,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
+from fuxi_torchrec.data.times import show_time
 from fuxi_torchrec.durable import OutputLock, sync
 from fuxi_torchrec.serving.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.new_events import LogColumns, read_events
 from fuxi_torchrec.serving.refresh_run import Progress, RefreshRun
 from fuxi_torchrec.serving.refresh_summary import Summary
-from fuxi_torchrec.serving.times import check_time, show_time
+from fuxi_torchrec.serving.times import check_time
 
 
 def refresh(

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -30,6 +30,9 @@ logger = get_logger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+Answered = TypeVar("Answered")
 
 
 @dataclass(frozen=True)
@@ -265,6 +268,19 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         metrics.batch.labels("append").observe,
     )
 
+    in_threads = 0
+
+    async def in_thread(work: Callable[..., Answered], *given: Any) -> Answered:
+        """For what is not worked on together."""
+        nonlocal in_threads
+        if in_threads >= allowed.waiting:
+            raise OverloadedError("too many requests are waiting")
+        in_threads += 1
+        try:
+            return await asyncio.to_thread(work, *given)
+        finally:
+            in_threads -= 1
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
@@ -303,7 +319,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
     async def recommend_history(body: RecommendHistory) -> Response:
         when = body.time if body.time is not None else now(manifest.time_unit)
         events = sorted(body.events, key=lambda event: event.timestamp)
-        answer = await asyncio.to_thread(
+        answer = await in_thread(
             recommender.recommend_history,
             [event.item_id for event in events],
             [event.timestamp for event in events],
@@ -326,14 +342,15 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
 
     @app.post("/forget", **posts)
     async def forget(body: Forget) -> Forgotten:
-        count = await asyncio.to_thread(recommender.forget, body.user_ids)
+        count = await in_thread(recommender.forget, body.user_ids)
         metrics.forgotten.inc(count)
         return Forgotten(forgotten=count)
 
     @app.get("/health")
     async def health() -> Health:
-        info = {name: recommender.info()[name] for name in ("model_id", "as_of", "time_unit", "items", "users")}
-        return Health(status="ok", version=__version__, **info)
+        info = recommender.info()
+        about = {name: info[name] for name in ("model_id", "as_of", "time_unit", "items", "users")}
+        return Health(status="ok", version=__version__, **about)
 
     @app.get(
         "/metrics",

@@ -1,9 +1,10 @@
-"""Times in an export's unit: read, shown, and checked for being of another unit."""
+"""Times in an export's unit: read, and checked for being of another unit."""
 
 import datetime
 import time
 
-PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
+from fuxi_torchrec.data.times import PER_SECOND
+
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 YEAR = 31_556_952  # seconds
 BEFORE, AFTER = 40, 100  # years from an export's as_of that a time can be
@@ -54,15 +55,6 @@ def parse_time(text: str, unit: str) -> int:
         moment = moment.replace(tzinfo=datetime.UTC)
     since = moment - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
     return since // datetime.timedelta(microseconds=1_000_000 // PER_SECOND[unit])
-
-
-def show_time(value: int, unit: str) -> str:
-    """A time for people, UTC."""
-    try:
-        moment = datetime.datetime.fromtimestamp(value / PER_SECOND[unit], datetime.UTC)
-    except (OverflowError, ValueError, OSError):
-        return f"{value} {unit}"
-    return moment.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def now(unit: str) -> int:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fuxi_torchrec.modules.norms import unit_length
 from fuxi_torchrec.ops.precision import at_least_float32
 
 Metric = Literal["l2", "dot"]
@@ -23,7 +23,7 @@ GATHERED = 2**20
 
 def scaled_items(rows_ND: Tensor, metric: Metric) -> Tensor:
     """Item vectors as the score wants them: of unit length for ``l2``."""
-    return F.normalize(at_least_float32(rows_ND), dim=-1, eps=1e-6) if metric == "l2" else rows_ND
+    return unit_length(at_least_float32(rows_ND)) if metric == "l2" else rows_ND
 
 
 def scaled_queries(rows_PD: Tensor, metric: Metric, temperature: float) -> Tensor:

@@ -7,9 +7,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from fuxi_torchrec.data.sources import LOGS
 from pipelines.daily.config import DAY, LogsConfig
-
-SUFFIXES = (".parquet", ".csv", ".csv.gz", ".tsv")
 
 
 def order(day: str) -> tuple[tuple[int, int, str], ...]:
@@ -50,7 +49,7 @@ class Logs:
         head, tail = self.config.path.split(DAY)
         path = Path(head + day + tail)
         if path.is_dir():
-            found = [each for each in path.rglob("*") if each.name.endswith(SUFFIXES)]
+            found = [each for each in path.rglob("*") if each.name.endswith(LOGS)]
         elif path.exists():
             found = [path]
         else:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 
+from fuxi_torchrec.durable import is_locked
 from fuxi_torchrec.strict_yaml import ConfigError
 from pipelines.daily import config as daily_config
 from pipelines.daily import jobs as daily_jobs
@@ -536,15 +537,15 @@ def test_a_damaged_state_file_is_named(tmp_path):
 
 def test_a_lock_is_held_by_one(tmp_path):
     path = tmp_path / ".lock"
-    assert not daily_state.is_locked(path)
+    assert not is_locked(path)
     with daily_state.locked(path, "the pipeline"):
-        assert daily_state.is_locked(path)
+        assert is_locked(path)
         with (
             pytest.raises(DailyError, match=f"the pipeline is locked by process {os.getpid()}"),
             daily_state.locked(path, "the pipeline"),
         ):
             pass
-    assert not daily_state.is_locked(path)
+    assert not is_locked(path)
 
 
 # --- logs ------------------------------------------------------------------------------------------------------------

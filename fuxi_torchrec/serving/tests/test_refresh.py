@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -295,3 +296,12 @@ def test_an_empty_log_and_timestamps_as_dates(tmp_path):
     (tmp_path / "d.csv").write_text("user_id,item_id,timestamp\n1,1001,2026-01-01 00:00:00\n")
     refresh(tmp_path / "a", tmp_path / "d.csv", tmp_path / "c")
     assert users_of(tmp_path / "c")[1].row["last_time"] == 1767225600
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.uint32(), pa.int64(), pa.uint64(), pa.timestamp("us")])
+def test_times_of_every_type_that_datasets_are_made_of(tmp_path, kind):
+    small(tmp_path)
+    time = pa.array([1767225600 * (10**6 if pa.types.is_timestamp(kind) else 1)], pa.int64()).cast(kind)
+    pq.write_table(pa.table({"user_id": [1], "item_id": [1001], "timestamp": time}), tmp_path / "e.parquet")
+    refresh(tmp_path / "a", tmp_path / "e.parquet", tmp_path / "b")
+    assert users_of(tmp_path / "b")[1].row["last_time"] == 1767225600

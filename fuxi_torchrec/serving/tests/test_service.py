@@ -208,6 +208,26 @@ def test_too_many_waiting_requests_are_refused():
     assert all(future.result(10) for future in futures)
 
 
+def test_histories_that_wait_are_bounded_too(recommender, monkeypatch):
+    began, gate, answer = threading.Event(), threading.Event(), recommender.recommend_history
+
+    def slowly(*given):
+        began.set()
+        assert gate.wait(10)
+        return answer(*given)
+
+    monkeypatch.setattr(recommender, "recommend_history", slowly)
+    with TestClient(create_app(recommender, limits=Limits(waiting=1))) as client, ThreadPoolExecutor(1) as pool:
+        body = {"events": [{"item_id": 1001, "timestamp": as_of(client)}], "time": as_of(client) + DAY}
+        first = pool.submit(client.post, "/recommend-history", json=body)
+        assert began.wait(10)
+        refused = client.post("/recommend-history", json=body)
+        gate.set()
+        assert (refused.status_code, refused.json()["detail"]) == (503, "too many requests are waiting")
+        assert first.result(10).status_code == 200
+        assert client.post("/recommend-history", json=body).status_code == 200
+
+
 def test_concurrent_requests_get_their_own_answers(client, recommender):
     when = as_of(client) + DAY
     alone = {user: recommender.recommend([user], when, 5)[0] for user in range(10)}
