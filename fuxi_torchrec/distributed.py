@@ -5,6 +5,7 @@ Every group made here has a finite timeout: a peer that is gone becomes an error
 
 import hashlib
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ DEFAULT_TIMEOUT_SECONDS = 300.0
 
 # torchrun names the first error it sees as the root cause, so those who only heard of it wait a moment.
 _PEER_DELAY_SECONDS = 0.5
+_HEARTBEAT_SECONDS = 1.0
 
 # What torchrun gives each worker; all or none of them.
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -154,3 +156,32 @@ def failing_together(what: str, group: dist.ProcessGroup | None = None) -> Itera
         time.sleep(_PEER_DELAY_SECONDS)
         lines = "; ".join(f"rank {rank}: {report}" for rank, report in failed.items())
         raise PeerError(f"{what} failed on {len(failed)} of {len(reports)} ranks: {lines}")
+
+
+def on_first(world: World, what: str, work: Callable[[], T]) -> T | None:
+    """Let process 0 do something however long it takes: the others wait as long as it lives. None on the others.
+
+    It works in a thread, and says now and then that it still does, so that no collective meets its timeout.
+    """
+    done: list[T] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            done.append(work())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    if world.rank == 0:
+        thread.start()
+    working = torch.ones(1)
+    while working:
+        if world.rank == 0:
+            thread.join(_HEARTBEAT_SECONDS)
+            working.fill_(float(thread.is_alive()))
+        dist.broadcast(working, 0)
+    with failing_together(what):
+        if failed:
+            raise failed[0]
+    return done[0] if done else None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.data.filesystem import read_bytes
 from fuxi_torchrec.data.times import PER_SECOND, show_time
-from fuxi_torchrec.distributed import failing_together
+from fuxi_torchrec.distributed import failing_together, on_first
 from fuxi_torchrec.durable import OutputLock, sync
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.retrieval import index as indices
@@ -26,7 +26,6 @@ from fuxi_torchrec.retrieval.export_tables import model_id, write_items, write_t
 from fuxi_torchrec.retrieval.export_users import export_users
 from fuxi_torchrec.retrieval.loading import Loaded, own_dataset
 from fuxi_torchrec.retrieval.programs import detached, write_programs
-from fuxi_torchrec.retrieval.shares import on_first
 from fuxi_torchrec.serving.bundle import (
     HISTORIES,
     INDEX,
@@ -254,7 +253,8 @@ class _Exporter(ExportJob):
         """Sizes and checksums of all files, each process reading its own; their directories are on disk then."""
         own: dict[str, FileEntry] = {}
         with failing_together("reading the export back"):
-            own = {name: describe_file(self.directory / name) for name in self.own_files}
+            read = self.read_files
+            own = {name: read.get(name) or describe_file(self.directory / name) for name in self.own_files}
             for folder in sorted({Path(name).parent for name in own}):
                 sync(self.directory / folder)
         everyone: list[dict[str, FileEntry]] = [{} for _ in range(self.world.size)]

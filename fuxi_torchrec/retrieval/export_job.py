@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fuxi_torchrec.retrieval import index as indices
 from fuxi_torchrec.retrieval.loading import Loaded
-from fuxi_torchrec.serving.bundle import ExportError, SideTable
+from fuxi_torchrec.serving.bundle import ExportError, FileEntry, SideTable
 
 STATE_MIN_EVENTS = 2000
 
@@ -57,6 +57,7 @@ class ExportJob:
 
     Attributes:
         own_files: what this process wrote, by name.
+        read_files: those of them that were read back already.
         record_bytes: of a user's state.
         sides: side features of events, in the model's order.
     """
@@ -65,6 +66,7 @@ class ExportJob:
         self.run, self.directory, self.options, self.as_of = run, directory, options, as_of
         self.world, self.metric = run.world, run.config.loss.metric
         self.own_files: list[str] = []
+        self.read_files: dict[str, FileEntry] = {}
         self.record_bytes = run.encoder.init_state(1).to_bytes().shape[1]
         pooling = {table.feature: table.pooling for table in run.tables.sides}
         self.sides = tuple(

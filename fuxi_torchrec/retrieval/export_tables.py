@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import zlib
 
 import numpy as np
 import pyarrow as pa
@@ -13,12 +14,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from fuxi_torchrec import strict_yaml
-from fuxi_torchrec.distributed import failing_together
+from fuxi_torchrec.distributed import failing_together, on_first
 from fuxi_torchrec.durable import sync
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
 from fuxi_torchrec.retrieval.export_job import ExportJob, plain_ids, summed
 from fuxi_torchrec.retrieval.programs import detached
-from fuxi_torchrec.serving.bundle import ENCODER, ITEM_TABLE, ITEMS, TABLES, ExportError, scaled
+from fuxi_torchrec.serving.bundle import ENCODER, ITEM_TABLE, ITEMS, TABLES, ExportError, FileEntry, scaled
 from fuxi_torchrec.serving.histories import Ints
 from fuxi_torchrec.serving.parts import part_name
 
@@ -66,16 +67,21 @@ def _own_rows(job: ExportJob) -> list[LocalPart]:
 
 def model_id(job: ExportJob) -> str:
     """Of the weights themselves, so that the same weights have the same."""
-    found = [""]
-    with failing_together("reading the weights back"):
-        if job.first:
-            digest = hashlib.sha256(json.dumps(strict_yaml.to_dict(job.run.config)["model"]).encode())
-            for name in (ENCODER, TABLES):
-                with (job.directory / name).open("rb") as file:
-                    while block := file.read(2**22):
-                        digest.update(block)
-            found = [digest.hexdigest()[:16]]
+
+    def read() -> str:
+        digest = hashlib.sha256(json.dumps(strict_yaml.to_dict(job.run.config)["model"]).encode())
+        for name in (ENCODER, TABLES):
+            size = crc = 0
+            with (job.directory / name).open("rb") as file:
+                while block := file.read(2**22):
+                    digest.update(block)
+                    size, crc = size + len(block), zlib.crc32(block, crc)
+            job.read_files[name] = FileEntry(size, crc)
+        return digest.hexdigest()[:16]
+
+    found = [on_first(job.world, "reading the weights back", read)]  # all tables: it may take longer than a collective
     dist.broadcast_object_list(found, 0)
+    assert found[0] is not None
     return found[0]
 
 

@@ -1,28 +1,13 @@
 """Users divided among processes, and each process's users into batches, as every process can work out by itself."""
 
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-
-from fuxi_torchrec.distributed import World, failing_together
-from fuxi_torchrec.logging import get_logger
-
-logger = get_logger(__name__)
 
 Ints = NDArray[np.int64]
 
 _USER_COST = 32  # of a user beside its events, in events
-_SECONDS = 10.0  # between lines of progress
-_HEARTBEAT_SECONDS = 1.0
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -71,58 +56,3 @@ def _batches(users: Ints, lengths: Ints, tokens: int, most_users: int) -> list[I
             begin, events = number, 0
         events += length
     return [*found, users[begin:]] if len(users) else found
-
-
-def on_first(world: World, what: str, work: Callable[[], Result]) -> Result | None:
-    """Let process 0 do something however long it takes: the others wait as long as it lives. None on the others.
-
-    It works in a thread, and says now and then that it still does, so that no collective meets its timeout.
-    """
-    done: list[Result] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            done.append(work())
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    if world.rank == 0:
-        thread.start()
-    working = torch.ones(1)
-    while working:
-        if world.rank == 0:
-            thread.join(_HEARTBEAT_SECONDS)
-            working.fill_(float(thread.is_alive()))
-        dist.broadcast(working, 0)
-    with failing_together(what):
-        if failed:
-            raise failed[0]
-    return done[0] if done else None
-
-
-class ProgressLines:
-    """A line now and then: how far, how fast, how long still."""
-
-    def __init__(self, what: str, total: int, unit: str) -> None:
-        self.what, self.total, self.unit = what, total, unit
-        self._began = self._last = time.monotonic()
-
-    def show(self, done: int) -> None:
-        """After some work; says something only if the last line is old enough."""
-        now = time.monotonic()
-        if now - self._last < _SECONDS or not done:
-            return
-        self._last = now
-        speed = done / (now - self._began)
-        left = (self.total - done) / speed
-        logger.info(
-            "%s %s of %s %s, %s a second, %s left",
-            self.what,
-            f"{done:,}",
-            f"{self.total:,}",
-            self.unit,
-            f"{speed:,.0f}",
-            f"{left / 60:.0f} min" if left >= 90 else f"{left:.0f} s",
-        )

@@ -1,7 +1,11 @@
+import time
+
 import pytest
+import torch
 import torch.distributed as dist
 
-from fuxi_torchrec.distributed import PeerError, check_same, failing_together, of_rank_0, process_group
+from fuxi_torchrec import distributed
+from fuxi_torchrec.distributed import PeerError, World, check_same, failing_together, of_rank_0, process_group
 
 
 def outcome_of_a_failing_step(failing_ranks):
@@ -94,3 +98,28 @@ def test_half_a_launcher_is_named(monkeypatch):
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message), process_group(**arguments):
         pass
+
+
+def test_process_0_works_and_the_others_wait(workers):
+    assert workers(2).run(slowly) == ["done", None]
+    assert ["broken" in each for each in workers(2).run(failing)] == [True, True]
+
+
+def here():
+    return World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+
+
+def slowly():
+    distributed._HEARTBEAT_SECONDS = 0.05
+
+    def work():
+        time.sleep(0.3)
+        return "done"
+
+    return distributed.on_first(here(), "working", work)
+
+
+def failing():
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        distributed.on_first(here(), "working", lambda: int("broken"))
+    return str(caught.value)

@@ -1,4 +1,4 @@
-"""Where training stands: a live line on a terminal, plain lines in a log."""
+"""Where long work stands: training with a live line on a terminal, plain lines in a log."""
 
 import sys
 import time
@@ -7,6 +7,8 @@ from typing import Any
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
+
+_SECONDS = 10.0  # between lines of progress
 
 
 class ProgressLine:
@@ -54,9 +56,39 @@ class ProgressLine:
         if step == first:
             return "unknown time"
         seconds = (now - began) / (step - first) * max(0, self.total - step)
-        return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+        return _duration(seconds)
 
     def close(self) -> None:
         """At the end."""
         if self._bar is not None:
             self._bar.stop()
+
+
+class ProgressLines:
+    """A line now and then: how far, how fast, how long still."""
+
+    def __init__(self, what: str, total: int, unit: str) -> None:
+        self.what, self.total, self.unit = what, total, unit
+        self._began = self._last = time.monotonic()
+
+    def show(self, done: int) -> None:
+        """After some work; says something only if the last line is old enough."""
+        now = time.monotonic()
+        if now - self._last < _SECONDS or not done:
+            return
+        self._last = now
+        speed = done / (now - self._began)
+        left = (self.total - done) / speed
+        logger.info(
+            "%s %s of %s %s, %s a second, %s left",
+            self.what,
+            f"{done:,}",
+            f"{self.total:,}",
+            self.unit,
+            f"{speed:,.0f}",
+            _duration(left),
+        )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,32 +38,3 @@ def test_work_is_about_equal():
     shares = Shares.of(np.arange(len(lengths)), lengths, 2, 2**15, 10**6)
     work = [sum(int(lengths[batch].sum() + 32 * len(batch)) for batch in batches) for batches in shares.batches]
     assert max(work) < 1.1 * min(work)
-
-
-def test_process_0_works_and_the_others_wait(workers):
-    assert workers(2).run(slowly) == ["done", None]
-    assert ["broken" in each for each in workers(2).run(failing)] == [True, True]
-
-
-def slowly():
-    import time
-
-    from fuxi_torchrec.embeddings.tests.small import here
-    from fuxi_torchrec.retrieval import shares
-
-    shares._HEARTBEAT_SECONDS = 0.05
-
-    def work():
-        time.sleep(0.3)
-        return "done"
-
-    return shares.on_first(here(), "working", work)
-
-
-def failing():
-    from fuxi_torchrec.embeddings.tests.small import here
-    from fuxi_torchrec.retrieval.shares import on_first
-
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        on_first(here(), "working", lambda: int("broken"))
-    return str(caught.value)
