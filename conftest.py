@@ -3,8 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from fuxi_torchrec.worker_group import WorkerGroup
+
+# a busy machine is no failure
+settings.register_profile("any_speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any_speed")
 
 
 @pytest.fixture(scope="session")

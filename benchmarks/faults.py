@@ -250,6 +250,7 @@ def report(
     final = abs(expected[last] - found.get(last, float("inf")))
     # a save that was on its way may have completed between the look and the kill, never the other way round
     extra = max(kill.checkpoint_before - kill.resumed_from for kill in kills)
+    sound = sum(kill.resumed_from >= kill.checkpoint_before for kill in kills)
     times = [kill.seconds for kill in kills]
     rows = []
     for phase, processes in enumerate(SIZES):
@@ -268,8 +269,8 @@ def report(
             ]
         )
     aims = [
-        Aim("kills recovered from", len(kills), wanted),
-        Aim("exit code", exit_code, 0, at_most=True),
+        Aim("kills recovered from, at the last complete checkpoint or a later one", sound, wanted),
+        Aim("exit code, without its sign", abs(exit_code), 0, at_most=True),
         Aim("steps repeated beyond the last complete checkpoint", max(0, extra), 0, at_most=True),
         Aim("difference of the final losses, in 1e-5", final * 1e5, 1.0, at_most=True),
         Aim("largest difference of the losses of any step, in 1e-5", differ * 1e5, 1.0, at_most=True),

@@ -38,7 +38,6 @@ class EventBatch:
         sides: side features of the input events.
         users: (B,) rows of the users in the dataset.
         end: where training stands after this batch, on the last micro-batch of a step; None elsewhere.
-        ends_step: whether the step is complete with this micro-batch.
     """
 
     items: Tensor
@@ -50,7 +49,6 @@ class EventBatch:
     users: Tensor
     sides: dict[str, SideFeature] = field(default_factory=dict)
     end: Position | None = None
-    ends_step: bool = True
 
     def __len__(self) -> int:
         return len(self.users)
@@ -99,15 +97,13 @@ class BatchMaker:
     def __init__(self, reader: Reader, split: Split, items: Items) -> None:
         self.reader, self.split, self.items = reader, split, items
 
-    def training(
-        self, schedule: Schedule, chosen: Ints, epoch: int, end: Position | None = None, ends_step: bool = True
-    ) -> EventBatch:
+    def training(self, schedule: Schedule, chosen: Ints, epoch: int, end: Position | None = None) -> EventBatch:
         """A batch of training sequences: next item at every position."""
         plan = schedule.plan
         order = np.sort(chosen)  # by row, and so by block
         user, window = schedule.sequences.user[order], schedule.sequences.window[order]
         pieces = []
-        for number, block, rows, part in self._blocks(user):
+        for block, rows, part in self._blocks(user):
             train_end = self._bounds(block).train_end[rows]
             inputs = np.maximum(train_end - 1, 0)  # the last one is only a target
             if plan.cut == "recent":
@@ -115,8 +111,8 @@ class BatchMaker:
             else:
                 begin = np.minimum(window[part] * plan.max_length, inputs)
                 stop = np.minimum(begin + plan.max_length, inputs)
-            pieces.append(_Piece(number, block, rows, begin, stop, user[part]))
-        return self._join(pieces, epoch, end, ends_step)
+            pieces.append(_Piece(block, rows, begin, stop, user[part]))
+        return self._join(pieces, epoch, end)
 
     def evaluation(self, users: Ints, part: Part, max_length: int) -> EventBatch:
         """The last events before each user's target; the target stands at the last position, all other weights are 0.
@@ -125,12 +121,12 @@ class BatchMaker:
         """
         pieces = []
         order = np.sort(users)
-        for number, block, rows, chosen in self._blocks(order):
+        for block, rows, chosen in self._blocks(order):
             target = self._bounds(block).target(part)[rows]
             has = target >= 1
             begin = np.maximum(target[has] - max_length, 0)
-            pieces.append(_Piece(number, block, rows[has], begin, target[has], order[chosen][has]))
-        return _only_last_targets(self._join(pieces, None, None, True))
+            pieces.append(_Piece(block, rows[has], begin, target[has], order[chosen][has]))
+        return _only_last_targets(self._join(pieces, None, None))
 
     def histories(self, users: Ints, max_length: int, until: int | None = None) -> tuple[EventBatch, Ints]:
         """The last events of each user, whatever the split; and how many came before them.
@@ -144,16 +140,16 @@ class BatchMaker:
         """
         pieces, before = [], [np.zeros(0, np.int64)]
         order = np.sort(users)
-        for number, block, rows, chosen in self._blocks(order):
+        for block, rows, chosen in self._blocks(order):
             first, end = block.offsets[rows], block.offsets[rows + 1]
             stop = end - first
             if until is not None:
                 late = np.concatenate([[0], np.cumsum(block.times > until)])
                 stop = stop - (late[end] - late[first])  # times rise within a history
             begin = np.maximum(stop - max_length, 0)
-            pieces.append(_Piece(number, block, rows, begin, stop, order[chosen]))
+            pieces.append(_Piece(block, rows, begin, stop, order[chosen]))
             before.append(begin[stop > 0])
-        return self._join(pieces, None, None, True, targets=False), np.concatenate(before)
+        return self._join(pieces, None, None, targets=False), np.concatenate(before)
 
     def _bounds(self, block: Block) -> Bounds:
         """The split of a block's users, kept with the block."""
@@ -188,14 +184,14 @@ class BatchMaker:
             index = _ranges(block.offsets[:-1], block.offsets[:-1] + np.maximum(train_end - 1, 0))
             yield block.items[index], block.items[index + 1]
 
-    def _blocks(self, users: Ints) -> "list[tuple[int, Block, Ints, slice]]":
+    def _blocks(self, users: Ints) -> "list[tuple[Block, Ints, slice]]":
         """Of sorted users: each block, its rows, and their place among the users."""
         numbers = np.searchsorted(self.reader.first_user, users, side="right") - 1
         found = []
         for number in np.unique(numbers).tolist():
             a, b = np.searchsorted(numbers, [number, number + 1]).tolist()
             rows = users[a:b] - self.reader.first_user[number]
-            found.append((number, self.reader.block(number), rows, slice(a, b)))
+            found.append((self.reader.block(number), rows, slice(a, b)))
         return found
 
     def _join(
@@ -203,7 +199,6 @@ class BatchMaker:
         pieces: "list[_Piece]",
         epoch: int | None,
         end: Position | None,
-        ends_step: bool,
         targets: bool = True,
     ) -> EventBatch:
         pieces = [piece.without_empty() for piece in pieces]
@@ -249,7 +244,6 @@ class BatchMaker:
             users=_tensor(users),
             sides={name: _side(parts, self._is_multiple(name)) for name, parts in sides.items()},
             end=end,
-            ends_step=ends_step,
         )
 
     def _is_multiple(self, name: str) -> bool:
@@ -260,7 +254,6 @@ class BatchMaker:
 class _Piece:
     """Events begin .. stop − 1 of some rows of a block."""
 
-    number: int
     block: Block
     rows: Ints
     begin: Ints
@@ -269,7 +262,7 @@ class _Piece:
 
     def without_empty(self) -> "_Piece":
         keep = self.stop > self.begin
-        return _Piece(self.number, self.block, self.rows[keep], self.begin[keep], self.stop[keep], self.users[keep])
+        return _Piece(self.block, self.rows[keep], self.begin[keep], self.stop[keep], self.users[keep])
 
 
 def _ranges(begin: Ints, stop: Ints) -> Ints:

@@ -123,7 +123,7 @@ class Loader:
         parts = self.schedule.micro_batches(epoch, step, self.rank, self.world_size, self.max_tokens_per_rank)
         last = len(parts) - 1
         return [
-            self.maker.training(self.schedule, part, epoch, after if n == last else None, n == last)
+            self.maker.training(self.schedule, part, epoch, after if n == last else None)
             for n, part in enumerate(parts)
         ]
 

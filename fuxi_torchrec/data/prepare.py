@@ -221,10 +221,11 @@ class _Preparation:
         """Events in all; an error if there are none. Each item's are kept for the vocabulary."""
         self.database.rows("CREATE TABLE item_counts AS SELECT item_id, count(*) AS count FROM events GROUP BY item_id")
         total = int(self.database.value("SELECT coalesce(sum(count), 0) FROM item_counts"))
+        filtered = self.source.where or max(self.source.min_item_events, self.source.min_user_events) > 1
         if not total:
             raise DataError(
                 f"{self.source.files[0]}{' and others' * (len(self.source.files) > 1)}: no events"
-                + (" are left after filtering" if self.source.where or self.source.min_item_events > 1 else "")
+                + (" are left after filtering" if filtered else "")
             )
         return total
 

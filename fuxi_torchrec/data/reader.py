@@ -215,7 +215,7 @@ class Reader:
         reasons["a list is null"] = np.any([length < 0 for length in lengths.values()], axis=0)
         differ = np.any([length != lengths[ITEM] for length in lengths.values()], axis=0)
         reasons["lists differ in length"] = differ & ~reasons["a list is null"]
-        reasons["a value is null"] = _per_row(columns, lambda name, column: _has_null(column), rows)
+        reasons["a value is null"] = _with_nulls(columns, rows)
         reasons["times are not in order"] = _unsorted(columns[TIME])
         reasons["a time is negative"] = _any_in_row(columns[TIME], lambda v: v < 0)
         largest = self.dataset.info.items
@@ -266,12 +266,12 @@ def _has_null(column: pa.Array) -> NDArray[np.bool_]:
     return found
 
 
-def _per_row(columns: dict[str, pa.Array], test: Any, rows: int) -> NDArray[np.bool_]:
+def _with_nulls(columns: dict[str, pa.Array], rows: int) -> NDArray[np.bool_]:
     found = np.zeros(rows, dtype=bool)
-    for name, column in columns.items():
+    for column in columns.values():
         values = column.flatten()
         if values.null_count or (pa.types.is_list(values.type) and values.flatten().null_count):
-            found[_rows(column)[test(name, column)]] = True
+            found[_rows(column)[_has_null(column)]] = True
     return found
 
 

@@ -27,6 +27,7 @@ from fuxi_torchrec.data.dataset import (
     DatasetInfo,
     FileInfo,
     SideInfo,
+    TimeUnit,
     histogram,
 )
 from fuxi_torchrec.data.errors import DataError
@@ -81,7 +82,7 @@ class DatasetWriter:
         source: how it was made, for ``dataset.json``.
     """
 
-    def __init__(self, output: str | Path, time_unit: Any, source: dict[str, Any]) -> None:
+    def __init__(self, output: str | Path, time_unit: TimeUnit, source: dict[str, Any]) -> None:
         self.output = str(output).rstrip("/")
         if exists(self.output):
             raise DataError(f"{self.output} exists already: choose another output, or delete it first")

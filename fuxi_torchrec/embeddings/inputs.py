@@ -149,20 +149,20 @@ def deduplicate(ids: Ints, table_rows: int) -> tuple[Ints, Ints]:
     return np.flatnonzero(present), (np.cumsum(present) - 1)[ids]
 
 
-def agree(inputs: Sequence[ModelInput], pad: bool, group: dist.ProcessGroup | None = None) -> list[ModelInput]:
+def agree(inputs: Sequence[ModelInput], pad: bool) -> list[ModelInput]:
     """The micro-batches of a step, with equal bag counts on all processes and the global loss scale: a collective.
 
     Args:
         inputs: this process's; every process has as many.
         pad: fill up with empty bags to the largest count of any process.
     """
-    size = dist.get_world_size(group)
+    size = dist.get_world_size()
     mine = torch.tensor(
         [[len(x.items.lengths()), len(x.input_rows), float(x.target_weights.double().sum())] for x in inputs],
         dtype=torch.float64,
     )
     everyone = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(everyone, mine, group)
+    dist.all_gather(everyone, mine)
     weight = float(sum(part[:, 2].sum() for part in everyone))
     scale = size / weight if weight else 0.0
     largest = torch.stack(everyone).amax(0)[:, :2].long().tolist()

@@ -29,7 +29,7 @@ from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from fuxi_torchrec.config import OptimizerConfig
 from fuxi_torchrec.distributed import World, check_same, failing_together
-from fuxi_torchrec.embeddings.tables import Table, Tables
+from fuxi_torchrec.embeddings.tables import Table, Tables, table_of
 
 _ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
 
@@ -227,7 +227,8 @@ class LocalPart:
 def local_parts(model: DistributedModelParallel) -> Iterator[LocalPart]:
     """What of the tables this process holds."""
     for name, value in table_states(model).items():
-        table = name.split(".")[-2]
+        table = table_of(name)
+        assert table is not None
         if isinstance(value, ShardedTensor):
             for part in value.local_shards():
                 row, column = part.metadata.shard_offsets
@@ -238,7 +239,7 @@ def local_parts(model: DistributedModelParallel) -> Iterator[LocalPart]:
 
 def table_states(model: DistributedModelParallel) -> dict[str, Any]:
     """The tables' weights by their full names: ShardedTensor, or a plain tensor if data-parallel."""
-    return {name: value for name, value in model.state_dict().items() if ".embedding_bags." in name}
+    return {name: value for name, value in model.state_dict().items() if table_of(name) is not None}
 
 
 def is_sharded(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """The two collections of tables: items, and side features of events."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,18 @@ from fuxi_torchrec.data.errors import DataError
 
 # A collection cannot hold a table called "items": its ModuleDict has a method of that name.
 ITEM_FEATURE, ITEM_TABLE = "item", "item_table"
+_TABLE = re.compile(r"\.embedding_bags\.(\w+)\.")  # in the name of a parameter, a weight or a moment
+
+
+def table_of(name: str) -> str | None:
+    """The table that a parameter or a checkpoint's tensor belongs to, None if to none.
+
+    Example:
+        >>> table_of("model.items.embedding_bags.item_table.weight"), table_of("model.head.encoder.positions")
+        ('item_table', None)
+    """
+    found = _TABLE.search(name)
+    return found[1] if found else None
 
 
 @dataclass(frozen=True)

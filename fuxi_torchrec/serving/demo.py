@@ -36,7 +36,7 @@ from fuxi_torchrec.serving.bundle import (
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.parts import ID_TYPES, Users, part_name, write_histories, write_users
-from fuxi_torchrec.serving.states import StateFile
+from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
 
 DAY = 86_400
 START = 1_700_000_000
@@ -120,7 +120,7 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         as_of=as_of,
         max_length=demo.max_length,
         state_min_events=demo.state_min_events,
-        state_bytes=encoder.init_state(1).to_bytes().shape[1] + 8,
+        state_bytes=encoder.init_state(1).to_bytes().shape[1] + TRAILER_BYTES,
         items=demo.items,
         users=len(histories),
         states=0,
@@ -170,7 +170,7 @@ def encode_part(bundle: Bundle, model: UserModel, number: int, users: Users, par
     users.embedding = model.vectors(state, users.as_of).numpy()
     kept = np.flatnonzero(users.events >= manifest.state_min_events)
     with StateFile.create(
-        bundle.path / part_name(STATES, number, "bin"), manifest.model_id, manifest.state_bytes - 8
+        bundle.path / part_name(STATES, number, "bin"), manifest.model_id, manifest.state_bytes - TRAILER_BYTES
     ) as file:
         users.state_row[kept] = file.append(state.select(torch.from_numpy(kept)).to_bytes())
     write_users(bundle.path / part_name(USERS, number), users)

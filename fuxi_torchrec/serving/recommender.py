@@ -218,7 +218,6 @@ class Recommender:
     def warm_up(self) -> None:
         """Answer once for nobody."""
         self.recommend_history([self._catalogue.ids[0].as_py()] * 2, [self.manifest.as_of] * 2, self.manifest.as_of, 1)
-        self._catalogue.find_few([])
 
     # --- telling -----------------------------------------------------------------------------------------------------
 
@@ -236,8 +235,8 @@ class Recommender:
         user_ids, items, timestamps = plain(user_ids), plain(items), plain(timestamps)
         if not len(user_ids) == len(items) == len(timestamps) or (sides is not None and len(sides) != len(items)):
             raise ValueError(
-                f"{len(user_ids)} users, {len(items)} items and {len(timestamps)} timestamps: there must be one of "
-                "each for every event"
+                f"{len(user_ids)} users, {len(items)} items, {len(timestamps)} timestamps"
+                f"{'' if sides is None else f', {len(sides)} of sides'}: there must be one of each for every event"
             )
         given: Iterable[Sides | None] = sides if sides is not None else [None] * len(items)
         events = [Event(*columns) for columns in zip(user_ids, items, timestamps, given, strict=True)]

@@ -23,6 +23,7 @@ from fuxi_torchrec.distributed import World, failing_together
 from fuxi_torchrec.durable import crc32_of, write_atomically
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import clipped
+from fuxi_torchrec.embeddings.tables import table_of
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint_info import (
     BEST,
@@ -176,7 +177,7 @@ def table_rows(path: Path) -> dict[str, int]:
     return {
         name: about.size[0]
         for name, about in found.items()
-        if name.startswith("model.") and ".embedding_bags." in name and isinstance(about, TensorStorageMetadata)
+        if name.startswith("model.") and table_of(name) is not None and isinstance(about, TensorStorageMetadata)
     }
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fuxi_torchrec.config import OptimizerConfig
 from fuxi_torchrec.embeddings.pipeline import RowWiseAdagrad, ShardedModel
 from fuxi_torchrec.embeddings.sharding import is_sharded, like_weight, table_states
+from fuxi_torchrec.embeddings.tables import table_of
 from fuxi_torchrec.training.feed import MicroBatch
 
 # learned tables of positions: like embeddings, they are not decayed
@@ -51,8 +52,8 @@ class StepOptimizer(torch.optim.Optimizer):
         self.share = 1.0
         self.norm: float | None = None  # of the last step's gradients, if they are clipped
         table_lr = config.lr if config.table_lr is None else config.table_lr
-        tables = {n: p for n, p in model.named_parameters() if ".embedding_bags." in n and p.numel()}
-        dense = {n: p for n, p in model.named_parameters() if ".embedding_bags." not in n}
+        tables = {n: p for n, p in model.named_parameters() if table_of(n) is not None and p.numel()}
+        dense = {n: p for n, p in model.named_parameters() if table_of(n) is None}
         replicated = [n for n, value in table_states(model).items() if not is_sharded(value)]
         self._sharded = [p for n, p in tables.items() if n not in replicated]
         self._everywhere = [*(p for n, p in tables.items() if n in replicated), *dense.values()]
@@ -155,7 +156,7 @@ class StepOptimizer(torch.optim.Optimizer):
         """Sharded tables of which this process holds nothing; the others need to know that they exist."""
         if self.config.kind != "adamw":
             return []
-        return [name for name in weights if ".embedding_bags." in name and name not in local]
+        return [name for name in weights if table_of(name) is not None and name not in local]
 
     @staticmethod
     def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:

@@ -6,7 +6,7 @@ from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.vocabulary import Vocabulary
 from fuxi_torchrec.distributed import World, failing_together, of_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
-from fuxi_torchrec.embeddings.tables import ITEM_TABLE
+from fuxi_torchrec.embeddings.tables import ITEM_TABLE, table_of
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint import Checkpoints, state_of, table_rows
 from fuxi_torchrec.training.checkpoint_info import Identity, find_checkpoint
@@ -50,7 +50,7 @@ def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:
     found, saved = {}, table_rows(path)
     for name, value in state_of(model, None).items():
         if name in saved:
-            table = name.split(".")[-2]
+            table = table_of(name) or name
             found[table] = value.size(0) - saved[name]
             if found[table] < 0:
                 raise TrainingError(

@@ -31,6 +31,7 @@ from fuxi_torchrec.embeddings.sharding import (
     plan_to_json,
     shard,
 )
+from fuxi_torchrec.embeddings.tables import table_of
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint import About, Checkpoints, state_of
 from fuxi_torchrec.training.checkpoint_info import LATEST, CheckpointError, Progress, named
@@ -305,7 +306,7 @@ class Trainer:
     def _check_finite(self) -> None:
         """Weights that are not finite must not take a good checkpoint's place: a collective."""
         values = [part.tensor for part in local_parts(self.model)]
-        values += [value for name, value in self.model.named_parameters() if ".embedding_bags." not in name]
+        values += [value for name, value in self.model.named_parameters() if table_of(name) is None]
         bad = torch.tensor(float(not all(bool(value.isfinite().all()) for value in values)))
         dist.all_reduce(bad)
         if bad > 0:

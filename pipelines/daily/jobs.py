@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fuxi_torchrec.durable import is_locked
 from pipelines import components
 from pipelines.daily.config import JobsConfig
-from pipelines.daily.state import DailyError
+from pipelines.daily.state import DailyError, Layout
 
 # Every process of a job has it, so that a job is found again even if nobody noted its handle.
 MARK = "FUXI_DAILY_JOB"
@@ -123,7 +123,7 @@ class TorchXJobs:
                 raise DailyError(f"jobs.scheduler_options: {self.scheduler} has no option {key}; it has {names}")
             given |= known.cfg_from_str(f"{key}={value}")
         if self.scheduler in LOCAL:
-            given.setdefault("log_dir", str(self.root / "jobs"))
+            given.setdefault("log_dir", str(Layout(self.root).jobs))
         torchx_config.apply(self.scheduler, given)
         return dict(given)
 

@@ -6,13 +6,13 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from pipelines.daily.config import DAY, DailyConfig
 from pipelines.daily.gate import Verdict, judge, without_details
 from pipelines.daily.jobs import Ended, Job, Jobs
 from pipelines.daily.logs import Logs, order
-from pipelines.daily.state import DailyError, Day, Layout, Release, Releases, StageError, State
+from pipelines.daily.state import DailyError, Day, DayStatus, Layout, Release, Releases, StageError, State
 
 FAILED, REJECTED = 1, 3  # 2 is argparse's
 OWN_EVALUATION, PUBLISHED_EVALUATION = "eval-daily.json", "eval-published.json"
@@ -127,7 +127,7 @@ class Daily:
         self.state.save()
         return record
 
-    def _kind(self, day: str, current: Release | None) -> Any:
+    def _kind(self, day: str, current: Release | None) -> Literal["train", "refresh"]:
         if current is None:
             return "train"
         return "train" if len(self.days_until(day, current.trained)) >= self.config.train.every_days else "refresh"
@@ -290,7 +290,7 @@ class Daily:
         self._close(day, "published", reason)
         print(f"day {day}: published: {self.releases.pointer}/export", flush=True)
 
-    def _close(self, day: str, status: Any, reason: str) -> None:
+    def _close(self, day: str, status: DayStatus, reason: str) -> None:
         record = self.state.day(day)
         record.status, record.reason = status, reason
         self.state.save()

@@ -11,7 +11,7 @@ from fuxi_torchrec.data.prepare import PrepareOptions, prepare
 from fuxi_torchrec.data.tests.logs import events, read
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), min_size=1, max_size=300),
     st.integers(1, 40),

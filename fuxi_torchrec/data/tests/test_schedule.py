@@ -2,7 +2,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuxi_torchrec.data.schedule import Plan, Schedule, sequences_of, streams_of_rank, turns
@@ -29,7 +29,6 @@ def key(schedule, batch):
     return sorted(zip(schedule.sequences.user[batch].tolist(), schedule.sequences.window[batch].tolist(), strict=True))
 
 
-@settings(deadline=None)
 @given(LENGTHS, PLANS, st.integers(0, 3))
 def test_an_epoch_holds_every_sequence_once(lengths, plan, epoch):
     schedule = make(lengths, plan)
@@ -41,7 +40,6 @@ def test_an_epoch_holds_every_sequence_once(lengths, plan, epoch):
         assert [user for user, _ in everything] == [n for n, length in enumerate(lengths) if length > 1]
 
 
-@settings(deadline=None)
 @given(LENGTHS, PLANS, st.sampled_from([1, 2, 3, 4]))
 def test_global_batches_do_not_depend_on_the_number_of_processes(lengths, plan, world_size):
     schedule = make(lengths, plan)
@@ -50,7 +48,6 @@ def test_global_batches_do_not_depend_on_the_number_of_processes(lengths, plan, 
         assert sorted(itertools.chain.from_iterable(together)) == key(schedule, schedule.batch(1, step))
 
 
-@settings(deadline=None)
 @given(LENGTHS, PLANS)
 def test_the_same_seed_gives_the_same_order_and_another_epoch_another(lengths, plan):
     one, two = make(lengths, plan), make(lengths, plan)
@@ -63,7 +60,6 @@ def test_the_same_seed_gives_the_same_order_and_another_epoch_another(lengths, p
         assert orders[0] != orders[1]
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 30))
 def test_windows_cover_each_target_once(lengths, max_length):
     sequences = sequences_of(np.asarray(lengths, np.int64), Plan(max_length, "windows", batch_tokens=10))
@@ -75,7 +71,6 @@ def test_windows_cover_each_target_once(lengths, max_length):
     assert sorted(targets) == [(u, t) for u, n in enumerate(lengths) for t in range(1, n)]
 
 
-@settings(deadline=None)
 @given(LENGTHS, PLANS, st.sampled_from([1, 2, 3]), st.sampled_from([None, 5, 30]))
 def test_every_process_has_the_same_number_of_micro_batches(lengths, plan, world_size, max_tokens):
     schedule = make(lengths, plan)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fuxi_torchrec.data.batches import SideFeature
@@ -14,7 +14,6 @@ from fuxi_torchrec.embeddings.tests.small import ITEMS, SEQUENCES, SIDES, input_
 
 
 @given(st.integers(1, 300).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), max_size=60))))
-@settings(deadline=None)
 def test_distinct_ids_in_order_and_where_each_is(case):
     table_rows, ids = case
     ids = np.array(ids, np.int64)

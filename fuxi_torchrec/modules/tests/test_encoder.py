@@ -44,7 +44,7 @@ def assert_all_close(found, wanted, tolerance=1e-10):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_the_three_forms_agree_on_values_and_all_gradients(preset, lengths, seed):
     encoder, batch = make_encoder(preset=preset, seed=seed), make_batch(lengths, seed)
@@ -83,7 +83,7 @@ def test_gradcheck_of_the_whole_encoder(preset):
     assert torch.autograd.gradcheck(run, (batch.x.requires_grad_(), *encoder.parameters()), atol=1e-6, fast_mode=True)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(lengths=LENGTHS, seed=SEEDS)
 def test_a_user_does_not_depend_on_the_others(lengths, seed):
     encoder, batch = make_encoder(seed=seed), make_batch(lengths, seed)
@@ -126,7 +126,7 @@ def test_the_request_time_matters_and_earlier_than_the_last_event_is_a_gap_of_ze
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(lengths=LENGTHS, seed=SEEDS, tile=st.integers(1, 20))
 def test_tiles_and_checkpointing_change_nothing(checkpointing, lengths, seed, tile):
     batch = make_batch(lengths, seed)

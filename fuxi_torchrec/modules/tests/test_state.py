@@ -43,7 +43,7 @@ def last_rows(encoder, batch):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     lengths=st.lists(st.integers(0, 30), min_size=1, max_size=4),  # past max_positions = 11
     cuts=st.lists(st.integers(0, 6), max_size=6),

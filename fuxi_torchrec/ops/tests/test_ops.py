@@ -102,7 +102,7 @@ def assert_same(found, wanted, tolerance):
 
 
 @pytest.mark.parametrize("channel", ["retention", "positional", "temporal"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=LENGTHS, gaps=st.lists(GAPS, min_size=1, max_size=12), seed=st.integers(0, 1000))
 def test_the_three_forms_agree_on_values_states_and_gradients(channel, lengths, gaps, seed):
     case = Case(lengths, gaps, seed)
