@@ -154,7 +154,7 @@ def lengths(found: dict[str, Found], output: Path) -> None:
 
 def curves(found: dict[str, Found], output: Path) -> None:
     """Validation over training time, of the rows that have it."""
-    rows = [row for row in ROWS if row.study.endswith("curve") and row.name in found]
+    rows = [row for row in ROWS if row.name in found and found[row.name]["curve"]]
     if not rows:
         return
     plt = _pyplot()

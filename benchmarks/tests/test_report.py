@@ -37,28 +37,24 @@ def test_a_group_is_named_by_a_pattern(names, expected):
     assert report.runs([Row(name, "study", "gitlog", "what") for name in names]) == expected
 
 
-def result(hr, seconds=60.0, speed=1000):
+def result(hr, seconds=60.0, speed=1000, validated=True):
     ranked = dict.fromkeys(report.RANKED, hr)
     return {
         "training": {"seconds": seconds, "events_per_second": speed, "peak_memory_mb": 1000, "step": 10},
-        "curve": [{"step": 5, "hr@10": hr / 2, "ndcg@10": hr / 4}, {"step": 10, "hr@10": hr, "ndcg@10": hr / 2}],
+        "curve": [{"step": step, "hr@10": hr / 2, "ndcg@10": hr / 4} for step in (5, 10) if validated],
         "all": {"target": ranked, "last": ranked, "max_length": 50, "baselines": {}},
     }
 
 
 def test_a_page_has_tables_and_figures_of_what_was_run(tmp_path, monkeypatch, capsys):
-    rows = [
-        Row("l-1", "lengths", "gitlog", "1"),
-        Row("l-2", "lengths", "gitlog", "2"),
-        Row("c", "gitlog-curve", "gitlog", "curve"),
-    ]
+    rows = [Row("l-1", "lengths", "gitlog", "1"), Row("l-2", "lengths", "gitlog", "2")]
     monkeypatch.setattr(report, "ROWS", rows)
     page = tmp_path / "page.md"
     page.write_text("\n".join(f"<!-- begin {study} -->\n<!-- end {study} -->" for study in report.TABLES))
-    (tmp_path / "l-1.json").write_text(json.dumps(result(0.25)))
-    (tmp_path / "c.json").write_text(json.dumps(result(0.5)))
+    (tmp_path / "l-1.json").write_text(json.dumps(result(0.25, validated=False)))
     assert report.write(tmp_path, page) == 1
-    assert "1 of 3 rows have no result yet: l-2" in capsys.readouterr().out
+    assert "1 of 2 rows have no result yet: l-2" in capsys.readouterr().out
+    assert not (tmp_path / "curves.png").exists()
     assert "| 1 | .250 | .250 | .250 | .250 | .250 | 1.0 | 1,000 | 1.05 | `l-1` |" in page.read_text()
     assert page.read_text().count("Not measured yet.") == len(report.TABLES) - 1
     (tmp_path / "l-2.json").write_text(json.dumps(result(0.75)))

@@ -15,9 +15,9 @@ from fuxi_torchrec.distributed import failing_together
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.retrieval.baselines import NAMES, Baselines
 from fuxi_torchrec.retrieval.loading import Loaded, RetrievalError
-from fuxi_torchrec.retrieval.shares import Shares
 from fuxi_torchrec.training.progress import ProgressLines
 from fuxi_torchrec.training.ranking import Catalogue, Metrics, Queries
+from fuxi_torchrec.training.shares import Shares
 from fuxi_torchrec.training.validation import EVERYTHING, sample_users
 
 logger = get_logger(__name__)

@@ -13,12 +13,12 @@ from fuxi_torchrec.distributed import failing_together
 from fuxi_torchrec.durable import sync
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.retrieval.export_job import ExportJob, plain_ids, summed
-from fuxi_torchrec.retrieval.shares import Shares
 from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, ExportError, SideTable, scaled
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.parts import Users, part_name, write_histories, write_users
 from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
 from fuxi_torchrec.training.progress import ProgressLines
+from fuxi_torchrec.training.shares import Shares
 
 logger = get_logger(__name__)
 

@@ -1,7 +1,6 @@
 """Exact metrics of held-out targets."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -9,7 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
-from fuxi_torchrec.data.splits import Part
 from fuxi_torchrec.distributed import World, failing_together
 from fuxi_torchrec.embeddings.inputs import Candidates, ModelInput, agree, make_input
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
@@ -17,39 +15,12 @@ from fuxi_torchrec.embeddings.tables import Tables
 from fuxi_torchrec.training.loss import Metric
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.ranking import Catalogue, Metrics, Queries
+from fuxi_torchrec.training.shares import Shares
 
 Ints = NDArray[np.int64]
 
 EVERYTHING = 2**62  # events: no history is longer
-_TOKENS = 2**15  # events of a batch on a process
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The users to evaluate, divided among processes, as many batches on each."""
-
-    users: list[Ints]
-
-    @staticmethod
-    def of(users: Ints, lengths: Ints, world: World, tokens: int = _TOKENS) -> "Batches":
-        """Batches of about equal events.
-
-        Args:
-            users: rows, in order.
-            lengths: events of each of them.
-        """
-        shares = np.array_split(np.arange(len(users)), world.size)
-        all_batches = [_by_tokens(users[share], lengths[share], tokens) for share in shares]
-        most = max(map(len, all_batches), default=0)
-        own = all_batches[world.rank]
-        return Batches(own + [np.zeros(0, np.int64)] * (most - len(own)))
-
-
-def _by_tokens(users: Ints, lengths: Ints, tokens: int) -> list[Ints]:
-    if not len(users):
-        return []
-    batch = (np.cumsum(lengths) - 1) // tokens
-    return np.split(users, np.flatnonzero(np.diff(batch)) + 1)
+_TOKENS, _USERS = 2**15, 2**13  # events and users of a batch on a process, at most
 
 
 @torch.no_grad()
@@ -85,14 +56,6 @@ def sample_users(count: int, wanted: int | None, seed: int) -> Ints:
     return np.sort(np.random.default_rng([seed, 0x5A17]).choice(count, wanted, replace=False))
 
 
-def evaluation_batches(maker: BatchMaker, batches: Batches, part: Part, max_length: int) -> Iterator[EventBatch]:
-    """Each batch, read with all processes watching."""
-    for users in batches.users:
-        with failing_together("reading users to evaluate"):
-            batch = maker.evaluation(users, part, max_length)
-        yield batch
-
-
 def validate(
     model: ShardedModel,
     maker: BatchMaker,
@@ -117,9 +80,11 @@ def validate(
         assert isinstance(module, SequenceModel)
         catalogue = Catalogue(module.items, torch.from_numpy(candidates), tables.items.dim, metric, world)
         metrics = Metrics()
-        batches = Batches.of(users, np.minimum(lengths, max_length), world)
-        for batch in evaluation_batches(maker, batches, "valid", max_length):
+        shares = Shares.of(users, np.minimum(lengths, max_length), world.size, _TOKENS, _USERS)
+        for rows in shares.batches[world.rank]:
             moved()
+            with failing_together("reading users to evaluate"):
+                batch = maker.evaluation(rows, "valid", max_length)
             queries = Queries(user_vectors(model, batch, tables), batch.targets[batch.offsets[1:] - 1])
             if filter_seen:  # everything before the target, not only what the encoder is given
                 with failing_together("reading whole histories"):

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuxi_torchrec.retrieval.shares import Shares
+from fuxi_torchrec.training.shares import Shares
 
 
 @given(
