@@ -249,7 +249,6 @@ def report(
     last = max(expected)
     final = abs(expected[last] - found.get(last, float("inf")))
     # a save that was on its way may have completed between the look and the kill, never the other way round
-    extra = max(kill.checkpoint_before - kill.resumed_from for kill in kills)
     sound = sum(kill.resumed_from >= kill.checkpoint_before for kill in kills)
     times = [kill.seconds for kill in kills]
     rows = []
@@ -271,7 +270,6 @@ def report(
     aims = [
         Aim("kills recovered from, at the last complete checkpoint or a later one", sound, wanted),
         Aim("exit code, without its sign", abs(exit_code), 0, at_most=True),
-        Aim("steps repeated beyond the last complete checkpoint", max(0, extra), 0, at_most=True),
         Aim("difference of the final losses, in 1e-5", final * 1e5, 1.0, at_most=True),
         Aim("largest difference of the losses of any step, in 1e-5", differ * 1e5, 1.0, at_most=True),
         Aim("seconds from SIGTERM to a complete checkpoint", max(m.seconds_to_save for m in moves), 8.0, at_most=True),

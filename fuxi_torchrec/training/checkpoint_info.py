@@ -1,7 +1,7 @@
 """Which checkpoints a run has, and what one says of itself: ``checkpoint.json``, and the checksums of its files."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,14 @@ class Progress:
     validated_step: int | None = None
     seconds: float = 0.0
     events: int = 0
+
+    def validated(self, value: float) -> "Progress":
+        """After a validation of this step; it is the best so far if ``best_step`` is now this step."""
+        if self.best_metric is None or value > self.best_metric:
+            return replace(
+                self, validated_step=self.step, best_metric=value, best_step=self.step, validations_since_best=0
+            )
+        return replace(self, validated_step=self.step, validations_since_best=self.validations_since_best + 1)
 
 
 @dataclass(frozen=True)

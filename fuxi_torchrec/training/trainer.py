@@ -368,18 +368,9 @@ class Trainer:
     def _validate(self, watch: Watch) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
-        metrics = self.validate()
-        self._validated = metrics
-        self.progress = dataclasses.replace(self.progress, validated_step=self.progress.step)
-        value = metrics[wanted.metric]
-        best = self.progress.best_metric is None or value > self.progress.best_metric
-        if best:
-            self.progress = dataclasses.replace(
-                self.progress, best_metric=value, best_step=self.progress.step, validations_since_best=0
-            )
-        else:
-            since = self.progress.validations_since_best + 1
-            self.progress = dataclasses.replace(self.progress, validations_since_best=since)
+        self._validated = metrics = self.validate()
+        self.progress = self.progress.validated(metrics[wanted.metric])
+        best = self.progress.best_step == self.progress.step
         watch.validated(self.progress.step, metrics)
         if best:
             self.save(metrics, best=True)

@@ -1,0 +1,15 @@
+"""What a checkpoint says beside its tensors."""
+
+from dataclasses import replace
+
+from fuxi_torchrec.training.checkpoint_info import Progress
+
+
+def test_the_best_validation_is_kept_and_the_worse_ones_since_are_counted():
+    first = Progress(step=10).validated(0.2)
+    assert (first.best_metric, first.best_step, first.validated_step, first.validations_since_best) == (0.2, 10, 10, 0)
+    worse = replace(first, step=20).validated(0.1)
+    level = replace(worse, step=30).validated(0.2)
+    assert (level.best_metric, level.best_step, level.validated_step, level.validations_since_best) == (0.2, 10, 30, 2)
+    better = replace(level, step=40).validated(0.3)
+    assert (better.best_metric, better.best_step, better.validations_since_best) == (0.3, 40, 0)
