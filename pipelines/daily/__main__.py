@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     what = found.add_mutually_exclusive_group()
     what.add_argument("--day", metavar="DAY", help="this day only; by default all that have a log and are not done")
     what.add_argument("--status", action="store_true", help="show every day, and do nothing")
-    what.add_argument("--rollback", nargs="?", const="", metavar="DAY", help="publish DAY again, or what was before")
+    what.add_argument("--rollback", nargs="?", const=True, metavar="DAY", help="publish DAY again, or what was before")
     what.add_argument("--skip", metavar="DAY", help="leave a day's log out of all later datasets")
     what.add_argument("--redo", metavar="DAY", help="remove what a day that is not published has made, and run it")
     found.add_argument("--dryrun", action="store_true", help="show the jobs of the next day, and submit none")
@@ -37,7 +37,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is due; see ``parser`` for the exit codes."""
-    options = parser().parse_args(arguments)
+    command = parser()
+    options = command.parse_args(arguments)
+    if options.dryrun and (options.status or options.skip is not None or options.rollback is not None):
+        command.error("--dryrun shows jobs: it goes with --day, --redo or nothing")
     setup_logging("warning")
     try:
         config = daily_config.load(options.config, options.overrides)
@@ -45,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(status(config))
             return 0
         if options.rollback is not None:
-            old, new = Releases(Layout(Path(config.root).absolute())).roll_back(options.rollback or None)
+            day = None if options.rollback is True else options.rollback
+            old, new = Releases(Layout(Path(config.root).absolute())).roll_back(day)
             print(f"day {new} is published, day {old} is not any more")
             return 0
         return _run(config, options)
@@ -67,7 +71,8 @@ def _run(config: DailyConfig, options: argparse.Namespace) -> int:
             jobs = TorchXJobs(runner, options.scheduler, config.jobs, root)
             if options.dryrun:
                 daily = Daily(config, jobs)
-                days = [options.day or options.redo] if options.day or options.redo else daily.pending()
+                named = options.day if options.day is not None else options.redo
+                days = [named] if named is not None else daily.pending()
                 if not days:
                     print("nothing to do")
                 for day in days[:1]:

@@ -19,6 +19,7 @@ from pipelines.daily.state import DailyError, Layout
 MARK = "FUXI_DAILY_JOB"
 LOCAL = ("local_cwd", "local")
 _TAIL = 12
+_PATIENCE = 10  # polls of a scheduler that does not answer
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ class TorchXJobs:
     def follow(self, job: Job, handle: str) -> Ended:
         """Wait for its end; cancelled if it takes too long."""
         for _ in self._ticks():
-            status = self.runner.status(handle)
+            status = self._status(handle)
             if status is None:
                 return Ended(False, f"{self.scheduler} does not know {handle} any more")
             if status.is_terminal():
@@ -167,12 +168,34 @@ class TorchXJobs:
     def _alive(self, job: Job, handle: str | None) -> str:
         """What of a job still runs, in words; nothing if nothing does."""
         if handle is not None and not handle.startswith(tuple(f"{name}:" for name in LOCAL)):
-            status = self.runner.status(handle)
+            status = self._status(handle)
             return handle if status is not None and not status.is_terminal() else ""
         processes = marked_processes(self.mark(job))
         if processes:
             return f"process {', '.join(map(str, processes))}"
         return f"{job.lock} is locked" if job.lock is not None and is_locked(Path(job.lock)) else ""
+
+    def _status(self, handle: str) -> Any:
+        """Of a job; a scheduler that does not answer is asked again."""
+        from torchx.schedulers.local_scheduler import SignalException
+        from torchx.specs import AppState, AppStatus
+
+        asked = 0
+        while True:
+            try:
+                return self.runner.status(handle)
+            except SignalException:
+                raise
+            except Exception as error:
+                if "CANCELLED by" in str(error):  # Slurm says who, and TorchX does not know such a state
+                    return AppStatus(AppState.CANCELLED, msg=str(error))
+                asked += 1
+                if asked == _PATIENCE:
+                    raise DailyError(
+                        f"{self.scheduler} does not say how {handle} is: {error!r}; it may still run. Run again to go "
+                        "on with it"
+                    ) from error
+            time.sleep(self.config.poll_seconds)
 
     def _ticks(self) -> Iterator[None]:
         """Until the time is up."""

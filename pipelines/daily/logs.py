@@ -22,6 +22,20 @@ def order(day: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts)
 
 
+# Ends of the names of logs that are being written; a dot or an underscore at the beginning says the same.
+ASIDE = (".tmp", ".temp", ".partial", ".new")
+
+
+def is_aside(name: str) -> bool:
+    """Whether a name is that of a log on its way.
+
+    Example:
+        >>> is_aside("2024-05-02.tmp"), is_aside("_temporary"), is_aside("2024-05-02")
+        (True, True, False)
+    """
+    return name.startswith((".", "_")) or name.endswith(ASIDE)
+
+
 class Logs:
     """The days there are logs of.
 
@@ -40,7 +54,7 @@ class Logs:
         found = set()
         for path in glob.glob(f"{glob.escape(head)}*{glob.escape(last)}"):
             match = pattern.fullmatch(os.path.basename(path))
-            if match is not None and self.files(match[1]):
+            if match is not None and not is_aside(match[1]) and self.files(match[1]):
                 found.add(match[1])
         return sorted(found, key=order)
 

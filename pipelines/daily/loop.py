@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -86,6 +87,11 @@ class Daily:
             print(f"day {day} is {record.status}{f': {record.reason}' if record.reason else ''}")
             return REJECTED if record.status == "rejected" else 0
         try:
+            self._check_due(day)
+        except DailyError as error:  # nothing is written down: it may not even be a day
+            print(f"day {day}: {error}\n{self._standing()}", file=sys.stderr, flush=True)
+            return FAILED
+        try:
             record = self._begin(day)
             print(f"day {day}: {record.kind}, from {f'day {record.base}' if record.base else 'nothing'}", flush=True)
             for stage in self.stages(record):
@@ -105,14 +111,18 @@ class Daily:
             return FAILED
         return 0
 
-    def _begin(self, day: str) -> Day:
-        """What the day starts from: what is published; a day on its way must have started from the same."""
-        if not self.logs.files(day):
+    def _check_due(self, day: str) -> None:
+        """Refuse a day without a log, or before the one that is published."""
+        if day not in self.logs.days():
             raise DailyError(f"no log at {self.config.logs.path.replace(DAY, day)}")
         current = self.releases.current()
-        record = self.state.day(day)
         if current is not None and order(current.day) > order(day):
             raise DailyError(f"day {current.day} is published: an older one does not replace it; see --rollback")
+
+    def _begin(self, day: str) -> Day:
+        """What the day starts from: what is published; a day on its way must have started from the same."""
+        current = self.releases.current()
+        record = self.state.day(day)
         base = current.day if current is not None else None
         if base != record.base:
             if self.layout.data(day).exists() or self.layout.export(day).exists():
@@ -243,16 +253,25 @@ class Daily:
         """What a finished dataset must fulfil."""
         if stage != "prepare":
             return
-        events = _events(self.layout.data(day))
-        base = self.releases.read(record.base).trained if record.base is not None else None
-        new = events - (_events(self.layout.data(base)) if base is not None else 0)
-        if new < self.config.logs.min_new_events:
+        new, wanted = _events(self.layout.data(day)), self.config.logs.min_new_events
+        if record.base is not None:
+            base = self.releases.read(record.base).trained
+            if self._left_out_since(base, day):
+                print(f"  {stage}: logs of the dataset of day {base} are left out now: new events are not counted")
+                return
+            new -= _events(self.layout.data(base))
+        if wanted and new < wanted:
             message = (
-                f"the day brings {new:,} new events, fewer than logs.min_new_events = "
-                f"{self.config.logs.min_new_events:,}: mend the log, then --redo {day}; or --skip {day}"
+                f"the day brings {new:,} new events, fewer than logs.min_new_events = {wanted:,}: mend the log, then "
+                f"--redo {day}; or --skip {day}; or logs.min_new_events=0, if earlier logs have become shorter"
             )
             self.state.end(day, stage, "failed", message)
             raise StageError(message)
+
+    def _left_out_since(self, base: str, day: str) -> bool:
+        """Whether a day's dataset lacks a log that an earlier one had: its day was skipped in between."""
+        before, now = ({os.readlink(link) for link in self.layout.inputs(each).glob("*")} for each in (base, day))
+        return not before <= now
 
     def _gate(self, day: str, record: Day) -> Verdict:
         self.state.start(day, "gate")
@@ -312,6 +331,11 @@ class Daily:
 
     def forget(self, day: str) -> None:
         """Remove what a day that is not published has made, so that it begins anew."""
+        self._check_due(day)
+        for stage, noted in self._record(day).stages.items():
+            if noted.status == "running":  # a job that outlived its pipeline must not write into the new beginning
+                lock = str(self.layout.run(day) / ".lock") if stage == "train" else None
+                self.jobs.wait_for_earlier(Job(day, stage, "", (), lock=lock), noted.job)
         self.releases.forget(day)
         self.layout.clear(day)
         self.state.days.pop(day, None)

@@ -63,6 +63,13 @@ def locked(path: Path, what: str, wait_seconds: float = 0.5) -> Iterator[None]:
 # --- where things are ------------------------------------------------------------------------------------------------
 
 
+def place_of(parent: Path, day: str) -> Path:
+    """Where something of a day is; a name that would lead elsewhere is refused."""
+    if day in ("", ".", "..") or "/" in day:
+        raise DailyError(f"{day!r} cannot be a day's name")
+    return parent / day
+
+
 @dataclass(frozen=True)
 class Layout:
     """The directories below ROOT."""
@@ -71,19 +78,19 @@ class Layout:
 
     def inputs(self, day: str) -> Path:
         """Links to logs."""
-        return self.root / "inputs" / day
+        return place_of(self.root / "inputs", day)
 
     def data(self, day: str) -> Path:
         """The dataset."""
-        return self.root / "data" / day
+        return place_of(self.root / "data", day)
 
     def run(self, day: str) -> Path:
         """The training run."""
-        return self.root / "runs" / day
+        return place_of(self.root / "runs", day)
 
     def export(self, day: str) -> Path:
         """The export."""
-        return self.root / "exports" / day
+        return place_of(self.root / "exports", day)
 
     @property
     def jobs(self) -> Path:
@@ -241,7 +248,7 @@ class Releases:
 
     def read(self, day: str) -> Release:
         """The release of a day."""
-        path = self.directory / day / RELEASE
+        path = place_of(self.directory, day) / RELEASE
         try:
             return Release(**json.loads(path.read_text()))
         except FileNotFoundError:
@@ -305,7 +312,7 @@ class Releases:
         with self._moving():
             if day in self.line():
                 raise DailyError(f"day {day} is published, or was before what is: roll back to an earlier day first")
-            shutil.rmtree(self.directory / day, ignore_errors=True)
+            shutil.rmtree(place_of(self.directory, day), ignore_errors=True)
 
     @contextlib.contextmanager
     def _moving(self) -> Iterator[None]:

@@ -298,6 +298,23 @@ def test_a_day_without_new_events_fails(pipeline, tmp_path):
     assert made.run(["1"]) == 0
 
 
+def test_a_rejected_day_that_is_skipped_later_does_not_stop_the_days_after_it(pipeline, tmp_path, capsys):
+    made = pipeline(FakeJobs({"0": 0.1, "1": 0.05, "2": 0.1}))
+    (tmp_path / "logs" / "part-1.parquet").write_text("a day with many events")
+    assert run(made) == 0 and made.releases.line() == ["2", "0"], "day 2 has the log of day 1"
+    made.skip("1")
+    made = pipeline(FakeJobs({"3": 0.1}), 4)
+    assert run(made) == 0 and made.releases.line() == ["3", "2", "0"]
+    assert "new events are not counted" in capsys.readouterr().out
+
+
+def test_days_may_bring_less_where_that_is_allowed(pipeline, tmp_path):
+    assert run(pipeline(FakeJobs({"0": 0.1}), 1)) == 0
+    (tmp_path / "logs" / "part-1.parquet").write_text("")
+    made = pipeline(FakeJobs({"1": 0.1}), 1, ["logs.min_new_events=0"])
+    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+
+
 def test_a_worse_day_is_rejected_and_the_next_starts_from_the_published_one(pipeline):
     jobs = FakeJobs({"0": 0.1, "1": 0.05, "2": 0.1})
     made = pipeline(jobs, 2)
@@ -326,7 +343,9 @@ def test_on_the_same_data_the_published_model_is_measured_anew(pipeline):
 
 def test_a_day_without_a_log_or_before_the_published_one_is_refused(pipeline, capsys):
     made = pipeline(FakeJobs({"0": 0.1, "1": 0.1}), 2)
-    assert made.run(["9"]) == FAILED and "no log at" in capsys.readouterr().err
+    for name in ("9", "", ".", "../logs"):
+        assert made.run([name]) == FAILED and "no log at" in capsys.readouterr().err
+    assert not made.state.days, "what is no day is not written down"
     assert made.run(["1"]) == 0
     assert made.run(["0"]) == FAILED and "an older one does not replace it" in capsys.readouterr().err
 
@@ -513,6 +532,33 @@ def test_a_published_day_is_not_redone_and_a_rolled_back_one_is(pipeline):
     assert run(made) == 0 and made.releases.line() == ["1", "0"]
 
 
+def test_a_day_is_redone_only_if_it_can_be_run(pipeline, tmp_path):
+    made = pipeline(FakeJobs({"0": 0.1, "1": 0.1, "2": 0.1}))
+    run(made)
+    before = sorted(tmp_path.rglob("*"))
+    made.releases.roll_back("1")
+    for name in ("", ".", "..", "9", "../logs"):
+        with pytest.raises(DailyError, match="no log at"):
+            made.forget(name)
+        with pytest.raises(DailyError, match=r"cannot be a day's name|never published"):
+            made.releases.roll_back(name)
+    with pytest.raises(DailyError, match="day 1 is published: an older one"):
+        made.forget("0")
+    (made.releases.directory / "2" / daily_state.ROLLED_BACK).unlink()
+    assert sorted(tmp_path.rglob("*")) == before, "nothing was removed"
+
+
+def test_a_day_is_redone_after_the_job_that_outlived_its_pipeline(pipeline):
+    jobs = FakeJobs({"0": 0.1}, killed_before=[("train", "0")])
+    made = pipeline(jobs, 1)
+    with pytest.raises(KilledError):
+        run(made)
+    made = pipeline(jobs, 1)
+    made.forget("0")
+    assert jobs.waited == [("train", "fake://train-0")]
+    assert not made.layout.data("0").exists() and run(made) == 0
+
+
 # --- the state file --------------------------------------------------------------------------------------------------
 
 
@@ -559,6 +605,9 @@ def test_days_are_found_in_files_directories_and_globs(tmp_path):
     for name in ("2024-05-01/b.parquet", "2024-05-01/a.parquet", "2024-05-02/c.csv", "empty/note.txt"):
         (tmp_path / "days" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "days" / name).write_text("")
+    for name in ("2024-05-02.tmp", "_temporary", ".2024-05-03"):  # being written
+        (tmp_path / "days" / name).mkdir()
+        (tmp_path / "days" / name / "a.parquet").write_text("")
     logs = Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}"))
     assert logs.days() == ["2024-05-01", "2024-05-02"]
     assert [each.name for each in logs.files("2024-05-01")] == ["a.parquet", "b.parquet"]
@@ -602,6 +651,11 @@ def test_the_command_line(pipeline, tmp_path, capsys):
     assert "rolled back" in capsys.readouterr().out
     assert main(["--config", str(file), "--rollback", "7"]) == 1
     assert "day 7 was never published" in capsys.readouterr().err
+    assert main(["--config", str(file), "--rollback", ""]) == 1
+    assert "'' cannot be a day's name" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--config", str(file), "--rollback", "1", "--dryrun"])
+    assert "--dryrun shows jobs" in capsys.readouterr().err and made.releases.current().day == "0"
     assert main(["--config", str(file), "--status", "gate.metrik=mrr"]) == 1
     assert "did you mean gate.metric?" in capsys.readouterr().err
 
@@ -644,6 +698,8 @@ class Runner:
         if not states:
             return None
         state = states.pop(0) if len(states) > 1 else states[0]
+        if isinstance(state, Exception):
+            raise state
         return Status(state)
 
     def cancel(self, handle):
@@ -673,6 +729,18 @@ def test_a_job_is_followed_to_its_end(tmp_path):
     assert jobs.follow(JOB, "slurm://t/1").succeeded
     assert jobs.follow(JOB, "slurm://t/2") == Ended(False, "ended as FAILED", "torchx log slurm://t/2")
     assert "does not know" in jobs.follow(JOB, "slurm://t/3").message
+
+
+def test_a_scheduler_that_does_not_answer_is_asked_again_and_a_cancelled_job_has_ended(tmp_path):
+    away = subprocess.CalledProcessError(1, "sacct")
+    cancelled = AssertionError("failed to translate slurm state CANCELLED by 1000 to torchx state")
+    states = {"slurm://t/1": ["RUNNING", away, away, "SUCCEEDED"], "slurm://t/2": ["RUNNING", cancelled]}
+    jobs = torchx_jobs({**states, "slurm://t/3": [away]}, tmp_path)
+    assert jobs.follow(JOB, "slurm://t/1").succeeded
+    assert jobs.follow(JOB, "slurm://t/2").message == "ended as CANCELLED"
+    assert not jobs.wait_for_earlier(JOB, "slurm://t/2")
+    with pytest.raises(DailyError, match="slurm does not say how slurm://t/3 is"):
+        jobs.follow(JOB, "slurm://t/3")
 
 
 def test_a_job_that_takes_too_long_is_cancelled(tmp_path):
