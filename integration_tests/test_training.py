@@ -265,6 +265,20 @@ def test_a_schedule_that_ended_is_warned_about(workers, data, tmp_path):
     assert said.startswith("4 steps are planned now and 2 were when the run began")
 
 
+def test_values_of_another_metric_are_not_compared(workers, data, tmp_path):
+    settings = [*data, "validation.every_epochs=1", "validation.users=50", "train.epochs=2"]
+    assert warnings_of(workers, tmp_path / "run", settings) == []
+    best = json.loads((tmp_path / "run" / "summary.json").read_text())["best_step"]
+    settings += ["train.epochs=3", "validation.metric=mrr", "validation.patience=1"]
+    (said,) = warnings_of(workers, tmp_path / "run", settings)
+    assert "validation measures mrr of 50 users now, and ndcg@10 of 50 users before" in said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = [entry for entry in entries if "validation" in entry][-1]
+    assert summary["best_step"] == last["step"] == summary["step"] > best
+    assert summary["best_metric"] == last["validation"]["mrr"]
+
+
 def warnings_of(workers, run_dir, settings):
     return workers(2).run(warnings_of_a_run, run_dir, settings)[0]
 

@@ -200,6 +200,14 @@ def test_a_copied_run_resumes(workers, run, data, expected):
         (["tables.sides={genre: {}}"], "DataError", ["no side feature genre", "there are none"]),
         (["data.path=nowhere/at/all"], "DataError", ["nowhere/at/all", "dataset.json is missing", "pipelines.prepare"]),
         (['data.path=""'], "DataError", ["data.path is not set"]),
+        (
+            [
+                *("data.split=by_time", "data.valid_from=8000000000", "data.test_from=9000000000"),
+                "validation.every_epochs=1",
+            ],
+            "DataError",
+            ["no user has an event to validate on", "data.valid_from = 8000000000", "validation.every_epochs=null"],
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_and_can_be_corrected(workers, data, tmp_path, overrides, kind, words):
@@ -433,25 +441,26 @@ def users_of_step(run_dir, settings):
 
 
 @pytest.mark.parametrize(
-    ("clip", "words"),
+    ("clip", "every", "step", "words"),
     [
-        ("null", "after step 5 weights are not finite"),
-        ("1.0", "the norm of the gradients of step 5 is nan"),
+        ("null", 1, 5, "after step 5 weights are not finite"),
+        ("null", 4, 6, "the loss of step 6 is nan"),
+        ("1.0", 1, 5, "the norm of the gradients of step 5 is nan"),
     ],
 )
-def test_gradients_that_are_no_numbers_do_not_reach_a_checkpoint(workers, run, data, clip, words):
+def test_gradients_that_are_no_numbers_do_not_reach_a_checkpoint(workers, run, data, clip, every, step, words):
     settings = (
         "train.max_steps=8",
-        "checkpoint.every_steps=1",
+        f"checkpoint.every_steps={every}",
         "checkpoint.keep_last=1",
         f"optimizer.clip_norm={clip}",
     )
     shutil.rmtree(run)  # clipping is part of what a run is
     settings = changed(f"data.path={data}", *settings)
     last = "step-000000004 is the last checkpoint"
-    named = "failed-step-5-rank-*.json"
+    named = f"failed-step-{step}-rank-*.json"
     refused(workers, run, settings, "TrainingError", words, named, last, both=True, prepare=spoil_gradients)
-    assert all((run / f"failed-step-5-rank-{rank}.json").exists() for rank in range(2))
+    assert all((run / f"failed-step-{step}-rank-{rank}.json").exists() for rank in range(2))
     assert workers(2).run(attempt, run, settings) == [None, None]
     assert list(losses(run)) == list(range(1, 9))
 
@@ -478,6 +487,20 @@ def test_metrics_of_a_run_that_died_before_its_first_checkpoint_are_cut(workers,
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 99.0}\n{"step": 2, "loss": 98.0}\n{"step": 3, "lo')
     assert resumes(workers, tmp_path, data, expected)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_run_that_died_before_its_first_checkpoint_takes_the_dataset_that_is_there_now(workers, data, tmp_path):
+    settings = changed("train.max_steps=1", f"data.path={tmp_path / 'set'}")
+    shutil.copytree(data, tmp_path / "set")
+    assert workers(2).run(attempt, tmp_path / "run", settings) == [None, None]
+    before = pq.read_table(tmp_path / "run" / "items.parquet")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    items = pq.read_table(tmp_path / "set" / "items.parquet")
+    other = items.set_column(0, "item_id", items["item_id"].take(pa.array(range(len(items) - 1, -1, -1))))
+    pq.write_table(other, tmp_path / "set" / "items.parquet")
+    assert workers(2).run(attempt, tmp_path / "run", settings) == [None, None]
+    after = pq.read_table(tmp_path / "run" / "items.parquet")
+    assert after["item_id"].to_pylist() == before["item_id"].to_pylist()[::-1]
 
 
 # --- real processes --------------------------------------------------------------------------------------------------

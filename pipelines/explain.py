@@ -49,7 +49,7 @@ def read(run: Path, which: str | None) -> tuple[list[LearnedBlock], int, str]:
     directory = RunDirectory(run)
     config = directory.read_config()
     checkpoint = find_checkpoint(directory.checkpoints, which)
-    weights = read_plain(checkpoint)
+    weights = read_plain(checkpoint, "encoder.")
     encoder = FuXiLinearEncoder(config.model)
     encoder.load_state_dict(
         {name.removeprefix("encoder."): value for name, value in weights.items() if name.startswith("encoder.")}

@@ -158,21 +158,33 @@ class BatchMaker:
         found: Bounds = block.kept[self.split]
         return found
 
-    def train_lengths(self) -> Ints:
-        """Training events of each user, in row order."""
+    def _all_bounds(self) -> Iterator[Bounds]:
+        """The split of all users, in row order."""
         if isinstance(self.split, LeaveOneOut) and not self.reader.dataset.info.has_target:
             offsets = np.concatenate([[0], np.cumsum(self.reader.lengths())])  # lengths alone decide
-            return self.split.bounds(offsets, np.zeros(0, np.int64), None).train_end
-        blocks = range(len(self.reader.groups))
-        return np.concatenate([np.zeros(0, np.int64), *(self._bounds(self.reader.block(n)).train_end for n in blocks)])
+            yield self.split.bounds(offsets, np.zeros(0, np.int64), None)
+            return
+        for number in range(len(self.reader.groups)):
+            yield self._bounds(self.reader.block(number))
 
-    def item_counts(self) -> Ints:
-        """Events of each item in the training split: (items + 1,)."""
+    def train_lengths(self) -> Ints:
+        """Training events of each user, in row order."""
+        return np.concatenate([np.zeros(0, np.int64), *(bounds.train_end for bounds in self._all_bounds())])
+
+    def users_with(self, part: Part) -> Ints:
+        """Rows of the users that have a target to evaluate."""
+        targets = np.concatenate([np.zeros(0, np.int64), *(bounds.target(part) for bounds in self._all_bounds())])
+        return np.flatnonzero(targets >= 0)
+
+    def item_counts(self, targets: bool = False) -> Ints:
+        """Events of each item in the training split, or only those that are targets of it: (items + 1,)."""
         counts = np.zeros(self.reader.dataset.info.items + 1, np.int64)
         for number in range(len(self.reader.groups)):
             block = self.reader.block(number)
-            train_end = self._bounds(block).train_end
-            index = _ranges(block.offsets[:-1], block.offsets[:-1] + train_end)
+            train_end, first = self._bounds(block).train_end, block.offsets[:-1]
+            index = _ranges(first + np.minimum(train_end, 1 if targets else 0), first + train_end)
+            if targets and block.weights is not None:
+                index = index[block.weights[index] > 0]
             counts += np.bincount(block.items[index], minlength=len(counts))
         return counts
 

@@ -26,6 +26,7 @@ logger = get_logger(__name__)
 
 Progress = Callable[[str, int, int], None]  # what is done, events so far, events in all
 _BATCH = 2**17  # events between DuckDB and the buckets at once
+_SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a side column beyond both are no rows of a table
 
 
 @dataclass(frozen=True)
@@ -310,6 +311,7 @@ class _Preparation:
                 value = f"list_min({column})" if kind.endswith("[]") else column
                 if self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
                     raise DataError(f"side column {name} has negative values: they must be 0 or more")
+                self._check_dense(name, f"unnest({column})" if kind.endswith("[]") else column)
                 continue
             if kind != "VARCHAR":
                 raise DataError(f"side column {name} is {kind}: integers, lists of integers or strings can be used")
@@ -321,6 +323,17 @@ class _Preparation:
             self.writer.reserve(name, table.num_rows + 1)
             coded.append(name)
         return coded
+
+    def _check_dense(self, name: str, value: str) -> None:
+        """Integers are rows of a table: ids spread over a wide range would make it enormous."""
+        largest, distinct = self.database.row(
+            f"SELECT coalesce(max(v), 0), approx_count_distinct(v) FROM (SELECT {value} AS v FROM events)"
+        )
+        if largest >= _SPARSE_ROWS and largest >= _SPARSE_RATIO * max(1, distinct):
+            raise DataError(
+                f"side column {name} has about {distinct:,} values up to {largest:,}: integers are rows of a table as "
+                "they are, and this one would be almost empty. Write them as text, which is numbered"
+            )
 
     def _fill_buckets(self, coded: list[str], total: int) -> BucketSort:
         """All events with items and strings as indices, in the buckets that will sort them."""

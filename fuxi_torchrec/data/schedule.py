@@ -136,10 +136,13 @@ class Schedule:
                 edges[number] += 1
         self._edges = np.maximum.accumulate(edges)
         self._kept: dict[int, list[tuple[Ints, Ints]]] = {}
+        self._steps: dict[int, int] = {}  # asked for after every step, also of other epochs
 
     def steps(self, epoch: int) -> int:
         """Steps of an epoch, the same for every process."""
-        return max((int(steps[-1]) + 1 for _, steps in self._epoch(epoch) if len(steps)), default=0)
+        if epoch not in self._steps:
+            self._steps[epoch] = max((int(at[-1]) + 1 for _, at in self._epoch(epoch) if len(at)), default=0)
+        return self._steps[epoch]
 
     def stream(self, epoch: int, step: int, stream: int) -> Ints:
         """The sequences (indices into ``sequences``) that a stream emits in a step."""

@@ -156,6 +156,10 @@ def events(
 ) -> Source:
     """CSV or Parquet logs with named columns."""
     for name in side_columns:
+        if not name or "." in name or "/" in name:
+            raise DataError(
+                f"side column {name!r}: a name with a dot or a slash cannot be that of a table: rename the column"
+            )
         if name in RESERVED or list(side_columns).count(name) > 1:
             raise DataError(
                 f"side column {name} is named twice, or like one of the dataset's own: {', '.join(RESERVED)}"

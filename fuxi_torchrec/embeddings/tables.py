@@ -14,7 +14,7 @@ from fuxi_torchrec.data.errors import DataError
 
 # A collection cannot hold a table called "items": its ModuleDict has a method of that name.
 ITEM_FEATURE, ITEM_TABLE = "item", "item_table"
-_TABLE = re.compile(r"\.embedding_bags\.(\w+)\.")  # in the name of a parameter, a weight or a moment
+_TABLE = re.compile(r"\.embedding_bags\.([^.]+)\.")  # in the name of a parameter, a weight or a moment
 
 
 def table_of(name: str) -> str | None:
@@ -23,6 +23,8 @@ def table_of(name: str) -> str | None:
     Example:
         >>> table_of("model.items.embedding_bags.item_table.weight"), table_of("model.head.encoder.positions")
         ('item_table', None)
+        >>> table_of("model.sides.embedding_bags.side_event-type.weight")
+        'side_event-type'
     """
     found = _TABLE.search(name)
     return found[1] if found else None
@@ -73,6 +75,9 @@ def tables_for(config: TablesConfig, dim: int, info: DatasetInfo) -> Tables:
     if missing:
         there = ", ".join(sorted(cardinality)) or "none"
         raise DataError(f"tables.sides: the dataset has no side feature {', '.join(missing)}; there are {there}")
+    dotted = [name for name in config.sides if "." in name]
+    if dotted:
+        raise DataError(f"tables.sides: {', '.join(dotted)}: a name with a dot in it cannot be that of a table")
     return Tables(
         Table(ITEM_TABLE, ITEM_FEATURE, info.items + 1, dim, config.sharding),
         tuple(

@@ -89,14 +89,16 @@ def evaluate(
         part: which targets.
         request_times: asked at the target's time, at the last event's, or both.
         filter_seen: leave items of the user's whole history out of the candidates; the target stays.
-        users: a fixed sample of so many rows of the dataset; None takes all.
+        users: a fixed sample of so many of those that have a target; None takes all.
         baselines: rank by popularity, recent and frequent items and transitions too.
     """
     began = time.monotonic()
     world, max_length = run.world, run.config.batch.max_length
     with failing_together("reading the dataset"):
         lengths = run.maker.reader.lengths()
-        rows = sample_users(len(lengths), users, run.config.seed)
+        rows = sample_users(run.maker.users_with(part), users, run.config.seed)
+        if not len(rows):
+            raise RetrievalError(f"{run.dataset.path}: no user has a {part} event to evaluate: see data.split")
         rules = Baselines(run.maker, run.items.known, run.items.counts) if baselines else None
     shares = Shares.of(
         rows, np.minimum(lengths[rows], max_length), world.size, _TOKENS, max(1, _STATE_BYTES // state_bytes(run))

@@ -28,6 +28,7 @@ class Progress:
         position: of the next step in the data.
         total_steps: as planned at the run's first start; schedules run towards it.
         best_metric, best_step: of the validations so far.
+        best_of: what the best metric is, and of which users.
         validations_since_best: for early stopping.
         validated_step: of the last validation.
         seconds, events: trained so far, over all starts of the run.
@@ -38,18 +39,22 @@ class Progress:
     total_steps: int = 0
     best_metric: float | None = None
     best_step: int | None = None
+    best_of: str | None = None
     validations_since_best: int = 0
     validated_step: int | None = None
     seconds: float = 0.0
     events: int = 0
 
-    def validated(self, value: float) -> "Progress":
+    def validated(self, value: float, of: str) -> "Progress":
         """After a validation of this step; it is the best so far if ``best_step`` is now this step."""
         if self.best_metric is None or value > self.best_metric:
-            return replace(
-                self, validated_step=self.step, best_metric=value, best_step=self.step, validations_since_best=0
-            )
+            best = replace(self, best_metric=value, best_step=self.step, best_of=of)
+            return replace(best, validated_step=self.step, validations_since_best=0)
         return replace(self, validated_step=self.step, validations_since_best=self.validations_since_best + 1)
+
+    def without_best(self) -> "Progress":
+        """For a run that is validated otherwise from now on."""
+        return replace(self, best_metric=None, best_step=None, best_of=None, validations_since_best=0)
 
 
 @dataclass(frozen=True)

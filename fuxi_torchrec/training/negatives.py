@@ -58,8 +58,8 @@ def in_batch_pool(targets_P: Ints, counts: Ints, total: int) -> tuple[Ints, Floa
 
     Args:
         targets_P: ids of this process's targets.
-        counts: training events of each item id.
-        total: training events of all items.
+        counts: training targets of each item id.
+        total: training targets of all items.
     """
     targets_P = targets_P[targets_P > 0]
     ids_M, times_M = np.unique(targets_P, return_counts=True)

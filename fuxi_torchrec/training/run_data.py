@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from fuxi_torchrec.config import Config, DataConfig
+from fuxi_torchrec.config import Config, DataConfig, LossConfig
 from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.errors import DataError
@@ -14,6 +15,8 @@ from fuxi_torchrec.data.splits import ByTime, LeaveOneOut, Split
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.training.checkpoint_info import Identity
 from fuxi_torchrec.training.run_directory import KnownItems, RunDirectory, RunError
+
+Ints = NDArray[np.int64]
 
 DEFAULT_TOKENS = 16384
 
@@ -43,8 +46,8 @@ class RunData:
     tables: Tables
 
     @staticmethod
-    def open(config: Config, directory: RunDirectory) -> "RunData":
-        """Read what training needs to know of its dataset; the known items from the run directory if it has them."""
+    def open(config: Config, directory: RunDirectory, resumed: bool) -> "RunData":
+        """Read what training needs to know of its dataset; the known items from the run directory if it is resumed."""
         if not config.data.path:
             raise DataError("data.path is not set: name the directory of a prepared dataset, data.path=DIR")
         dataset = Dataset.open(config.data.path)
@@ -58,7 +61,7 @@ class RunData:
         reader = Reader(dataset, sides, config.data.on_bad_rows, config.data.cache_mib * 2**20)
         split = split_of(config.data)
         everything = np.arange(dataset.info.items + 1) > 0
-        if directory.has_items():
+        if resumed and directory.has_items():
             items = directory.read_items()
             if len(items.known) != dataset.info.items + 1:
                 raise RunError(
@@ -74,6 +77,12 @@ class RunData:
             )
         maker = BatchMaker(reader, split, Items(items.known, config.data.oov_rate, config.seed))
         return RunData(dataset, maker, items, tables)
+
+    def pool_counts(self, config: LossConfig) -> Ints:
+        """How often each item is expected among targets, up to a factor: what in-batch negatives are weighed by."""
+        if config.negatives == "in_batch" and self.dataset.info.has_target:
+            return self.maker.item_counts(targets=True)
+        return self.items.counts
 
     def identity(self, config: Config) -> Identity:
         """What a checkpoint of this run belongs to."""

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.config import Config
+from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.data.vocabulary import Vocabulary
@@ -48,6 +50,8 @@ from fuxi_torchrec.training.validation import sample_users, validate
 from fuxi_torchrec.training.watch import Watch, peak_memory_mb
 
 logger = get_logger(__name__)
+
+Ints = NDArray[np.int64]
 
 
 def check_device(config: Config, world: World) -> None:
@@ -86,9 +90,10 @@ class Trainer:
                 directory.lock()
                 directory.check_config(config)
         self.config = config
+        latest = of_rank_0("looking for checkpoints", lambda: named(directory.checkpoints, LATEST))
         with failing_together("opening the dataset"):
             check_device(config, world)
-            self.data = RunData.open(config, directory)
+            self.data = RunData.open(config, directory, resumed=latest is not None)
             check_shardable(self.data.tables, config.optimizer, world.size)
             self.loader = Loader(
                 self.data.maker,
@@ -98,13 +103,15 @@ class Trainer:
                 config.batch.max_tokens_per_rank,
                 config.data.workers,
             )
+            self._pool_counts = self.data.pool_counts(config.loss)
+            self._validation_users = self._choose_users()
         self.model = self._build()
         self.optimizer = StepOptimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
         self.saver = Saver(self.checkpoints, config.checkpoint.background, config.distributed.timeout_seconds)
         self.stop = stop or StopRequest()
         self.identity = self.data.identity(config)
-        self.progress = self._restore(init_from)
+        self.progress = self._restore(latest, init_from)
         self._saved_at = self.progress.step  # loaded from there
         self._users: list[int] = []  # of the last step
         self._validated: dict[str, float] = {}
@@ -113,7 +120,7 @@ class Trainer:
             if world.rank == 0:
                 directory.write_config(config)
                 directory.clear_preempted()
-                if not directory.has_items():
+                if latest is None:
                     directory.write_items(Vocabulary.of(self.data.dataset), self.data.items)
         self.watchdog = Watchdog(config.distributed.timeout_seconds * 0.9)
 
@@ -129,8 +136,7 @@ class Trainer:
                 write_atomically(self.directory.path / PLAN, plan_to_json(plan, tables, self.world.size))
         return sharded
 
-    def _restore(self, init_from: Path | None) -> Progress:
-        latest = of_rank_0("looking for checkpoints", lambda: named(self.directory.checkpoints, LATEST))
+    def _restore(self, latest: Path | None, init_from: Path | None) -> Progress:
         planned = self._planned_steps()
         if latest is None:
             if init_from is not None:
@@ -154,6 +160,15 @@ class Trainer:
                 info.progress.total_steps,
                 decay.final_lr,
             )
+        if self._validates() and info.progress.best_of not in (None, self._measure()):
+            logger.warning(
+                "validation measures %s now, and %s before: the best so far, %.4f at step %s, is forgotten",
+                self._measure(),
+                info.progress.best_of,
+                info.progress.best_metric,
+                info.progress.best_step,
+            )
+            return info.progress.without_best()
         return info.progress
 
     def _forget_metrics_after(self, step: int) -> None:
@@ -169,7 +184,7 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Train to the end; the summary."""
-        watch = Watch(self.config, self.directory, self.world, self.progress)
+        watch = Watch(self.config, self.directory, self.world, self.progress, self._planned_steps())
         try:
             self._train(watch)
         finally:
@@ -258,7 +273,7 @@ class Trainer:
 
     def _steps(self) -> Iterator[Step]:
         config = self.config
-        maker = StepMaker(config.loss, self.data.items.counts, self.data.items.ids, self.data.tables, config.seed)
+        maker = StepMaker(config.loss, self._pool_counts, self.data.items.ids, self.data.tables, config.seed)
         steps = self.loader.converted(self.progress.position, config.train.epochs, maker)
         left = math.inf if config.train.max_steps is None else config.train.max_steps - self.progress.step
         number = 0
@@ -349,6 +364,25 @@ class Trainer:
         nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
         return self.config.validation.every_epochs is not None and not nothing_held_out
 
+    def _choose_users(self) -> Ints:
+        """Rows of the users that validations rank: a fixed sample."""
+        config = self.config
+        if not self._validates():
+            return np.zeros(0, np.int64)
+        users = self.data.maker.users_with("valid")
+        if not len(users):
+            raise DataError(
+                f"{self.data.dataset.path}: no user has an event to validate on: histories are too short, or "
+                f"data.valid_from = {config.data.valid_from} is after them. Set validation.every_epochs=null to train "
+                "without validation"
+            )
+        return sample_users(users, config.validation.users, config.seed)
+
+    def _measure(self) -> str:
+        """What a validation measures, of whom: values of another are not compared with it."""
+        wanted = self.config.validation
+        return f"{wanted.metric} of {len(self._validation_users)} users{', without seen items' * wanted.filter_seen}"
+
     def _stops_early(self) -> bool:
         patience = self.config.validation.patience
         return patience is not None and self.progress.validations_since_best >= patience
@@ -368,8 +402,9 @@ class Trainer:
     def _validate(self, watch: Watch) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
+        self._check_finite()
         self._validated = metrics = self.validate()
-        self.progress = self.progress.validated(metrics[wanted.metric])
+        self.progress = self.progress.validated(metrics[wanted.metric], self._measure())
         best = self.progress.best_step == self.progress.step
         watch.validated(self.progress.step, metrics)
         if best:
@@ -387,9 +422,7 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Metrics of the validation targets of a fixed sample of users: a collective."""
-        config = self.config
-        lengths = self.loader.lengths
-        users = sample_users(len(lengths), config.validation.users, config.seed)
+        config, users = self.config, self._validation_users
         return validate(
             self.model,
             self.data.maker,
@@ -397,7 +430,7 @@ class Trainer:
             self.data.items.ids,
             config.loss.metric,
             users,
-            lengths[users],
+            self.loader.lengths[users],
             config.batch.max_length,
             self.world,
             config.validation.filter_seen,

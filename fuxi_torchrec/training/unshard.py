@@ -30,20 +30,20 @@ def plain_name(name: str) -> str | None:
         >>> plain_name("model.head.encoder.blocks.0.in_proj")
         'encoder.blocks.0.in_proj'
     """
-    if found := re.fullmatch(r"model\.(?:items|sides)\.embedding_bags\.(\w+)\.weight", name):
+    if found := re.fullmatch(r"model\.(?:items|sides)\.embedding_bags\.([^.]+)\.weight", name):
         return found[1]
     return name.removeprefix("model.head.") if name.startswith("model.head.encoder.") else None
 
 
-def read_plain(checkpoint: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint, by their plain names; its files are checked first."""
+def read_plain(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
+    """All weights of a checkpoint whose plain names begin so, by these; its files are checked first."""
     for name, (size, crc) in read_info(checkpoint).files.items():
         check_file(checkpoint, name, size, crc)
     reader = FileSystemReader(checkpoint)
     sizes = {
         name: about
         for name, about in reader.read_metadata().state_dict_metadata.items()
-        if plain_name(name) is not None
+        if (plain := plain_name(name)) is not None and plain.startswith(prefix)
     }
     state = {
         name: torch.empty(about.size, dtype=about.properties.dtype)

@@ -49,11 +49,11 @@ def event_rows(model: ShardedModel, batch: EventBatch, tables: Tables) -> tuple[
     return module.head.event_rows(module.items(ready.items).values(), sides, ready), ready
 
 
-def sample_users(count: int, wanted: int | None, seed: int) -> Ints:
+def sample_users(users: Ints, wanted: int | None, seed: int) -> Ints:
     """A fixed sample of rows, in order."""
-    if wanted is None or wanted >= count:
-        return np.arange(count)
-    return np.sort(np.random.default_rng([seed, 0x5A17]).choice(count, wanted, replace=False))
+    if wanted is None or wanted >= len(users):
+        return users
+    return users[np.sort(np.random.default_rng([seed, 0x5A17]).choice(len(users), wanted, replace=False))]
 
 
 def validate(

@@ -24,12 +24,13 @@ class Watch:
         directory: where metrics go.
         world: this process among its peers.
         progress: where training begins.
+        planned: steps of the whole run.
     """
 
-    def __init__(self, config: Config, directory: RunDirectory, world: World, progress: Progress) -> None:
+    def __init__(self, config: Config, directory: RunDirectory, world: World, progress: Progress, planned: int) -> None:
         self.config, self.directory, self.world = config, directory, world
         self.active = world.rank == 0
-        self._line = ProgressLine(progress.total_steps) if self.active else None
+        self._line = ProgressLine(planned) if self.active else None
         self._board: Any = None
         with failing_together("opening TensorBoard's files"):
             if self.active and config.logging.tensorboard:
@@ -37,23 +38,23 @@ class Watch:
 
                 self._board = SummaryWriter(str(directory.tensorboard), purge_step=progress.step + 1)
         self._events, self._since = 0, time.monotonic()
-        self._unsaid: tuple[Progress, float, float, float | None] | None = None  # about the last step
+        self._unsaid: tuple[Progress, float, float, float | None, float] | None = None  # about the last step
 
     def step(self, progress: Progress, loss: float, events: int, share: float, norm: float | None) -> None:
         """A step was trained, at this share of the learning rate and with this norm of the gradients."""
         self._events += events
+        now = time.monotonic()
+        about = (progress, loss, share, norm, self._events / max(1e-9, now - self._since))
         if progress.step % self.config.logging.every_steps and progress.step > 1:
-            self._unsaid = (progress, loss, share, norm)
+            self._unsaid = about
             return
         self._unsaid = None
+        self._events, self._since = 0, now
         with failing_together("writing metrics"):
             if self.active:
-                self._log_step(progress, loss, share, norm)
+                self._log_step(*about)
 
-    def _log_step(self, progress: Progress, loss: float, share: float, norm: float | None) -> None:
-        now = time.monotonic()
-        speed = self._events / max(1e-9, now - self._since)
-        self._events, self._since = 0, now
+    def _log_step(self, progress: Progress, loss: float, share: float, norm: float | None, speed: float) -> None:
         epoch, memory = progress.position.epoch, peak_memory_mb(self.world.device)
         entry: dict[str, Any] = {
             "step": progress.step,

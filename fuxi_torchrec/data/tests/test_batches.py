@@ -156,6 +156,27 @@ def test_item_counts_are_those_of_the_training_split(dataset, histories):
     assert maker.item_counts().tolist() == wanted.tolist()
 
 
+def test_counts_of_targets_leave_out_first_events_and_context(tmp_path):
+    histories = [
+        ([1, 2, 3, 2, 1, 1], [1, 2, 3, 4, 5, 6], [1, 0, 2, 1, 1, 1]),
+        ([2, 3], [1, 2], [1, 1]),
+        ([1], [1], [1]),
+    ]
+    maker = BatchMaker(Reader(made := make_dataset(tmp_path / "set", histories)), LeaveOneOut(), everything_known(made))
+    assert maker.item_counts().tolist() == [0, 2, 3, 1], "training ends before the last two targets"
+    assert maker.item_counts(targets=True).tolist() == [0, 0, 1, 1]
+
+
+def test_users_with_a_target_are_those_that_can_be_evaluated(tmp_path):
+    histories = [([1, 2, 3], [10, 20, 30]), ([1, 2, 3], [10, 11, 12]), ([2], [25]), ([3, 1, 2, 1], [1, 25, 26, 40])]
+    dataset = make_dataset(tmp_path / "set", histories)
+    whole = BatchMaker(Reader(dataset), LeaveOneOut(), everything_known(dataset))
+    assert whole.users_with("valid").tolist() == whole.users_with("test").tolist() == [0, 1, 3]
+    timed = BatchMaker(Reader(dataset), ByTime(test_from=30, valid_from=20), everything_known(dataset))
+    assert (timed.users_with("valid").tolist(), timed.users_with("test").tolist()) == ([0, 3], [0, 3])
+    assert timed.evaluation(np.arange(4), "valid", 9).users.tolist() == [0, 3]
+
+
 @pytest.mark.parametrize("kind", ["single", "multiple"])
 def test_side_features_follow_their_events(tmp_path, kind):
     histories = random_histories(1, 12, 20)

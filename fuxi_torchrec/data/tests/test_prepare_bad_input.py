@@ -37,6 +37,14 @@ def test_missing_columns(tmp_path):
     assert "no column colour" in refused(tmp_path, "no column", good, side_columns=["colour"])
 
 
+def test_side_columns_that_cannot_be_tables(tmp_path):
+    path = write(tmp_path / "log.csv", ["1,2,3,900000000,7", "1,2,4,900000049,8"], "user,item,time,category,a.b")
+    message = refused(tmp_path, "side column category", path, side_columns=["category"])
+    assert "about 2 values up to 900,000,049" in message and "Write them as text" in message
+    with pytest.raises(DataError, match=r"side column 'a\.b': a name with a dot or a slash"):
+        events(path, side_columns=["a.b"])
+
+
 def test_null_ids_and_times_are_named_or_skipped(tmp_path, caplog):
     lines = ["1,a,1600000000", ",b,1600000001", "1,,1600000002", "1,d,", "1,e,-5", "1,f,1600000003"]
     path = write(tmp_path / "log.csv", lines, "user,item,time")

@@ -124,6 +124,17 @@ def test_every_stream_has_a_turn_of_its_own(num_streams):
     assert sorted(turns(num_streams)) == list(range(num_streams))
 
 
+def test_an_epoch_is_ordered_once_whatever_is_asked_of_others(monkeypatch):
+    schedule = Schedule(np.arange(2, 50), np.zeros(48, np.int64), Plan(max_length=20, batch_tokens=100))
+    made, make = [], schedule._make_epoch
+    monkeypatch.setattr(schedule, "_make_epoch", lambda epoch: made.append(epoch) or make(epoch))
+    for epoch in range(3):
+        for step in range(schedule.steps(epoch)):
+            schedule.batch(epoch, step)
+            schedule.steps(0)
+    assert made == [0, 1, 2]
+
+
 def test_shuffling_keeps_few_blocks_open():
     plan = Plan(max_length=10, batch_users=4, num_streams=1, shuffle_blocks=2)
     schedule = make([5] * 100, plan)  # 20 blocks of 5 users

@@ -6,10 +6,12 @@ from fuxi_torchrec.training.checkpoint_info import Progress
 
 
 def test_the_best_validation_is_kept_and_the_worse_ones_since_are_counted():
-    first = Progress(step=10).validated(0.2)
+    first = Progress(step=10).validated(0.2, "mrr")
     assert (first.best_metric, first.best_step, first.validated_step, first.validations_since_best) == (0.2, 10, 10, 0)
-    worse = replace(first, step=20).validated(0.1)
-    level = replace(worse, step=30).validated(0.2)
+    worse = replace(first, step=20).validated(0.1, "mrr")
+    level = replace(worse, step=30).validated(0.2, "mrr")
     assert (level.best_metric, level.best_step, level.validated_step, level.validations_since_best) == (0.2, 10, 30, 2)
-    better = replace(level, step=40).validated(0.3)
+    better = replace(level, step=40).validated(0.3, "mrr")
     assert (better.best_metric, better.best_step, better.validations_since_best) == (0.3, 40, 0)
+    other = replace(better, step=50).without_best().validated(0.1, "hr@10")
+    assert (other.best_metric, other.best_step, other.best_of) == (0.1, 50, "hr@10")
