@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import exists, is_local, resolve
 from fuxi_torchrec.data.sources import FILE, INTEGERS, ROW, Source, literal, quote, time_sql
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
-from fuxi_torchrec.data.times import PER_SECOND
+from fuxi_torchrec.data.times import PER_SECOND, show_time
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.logging import get_logger
 
@@ -26,6 +27,7 @@ logger = get_logger(__name__)
 
 Progress = Callable[[str, int, int], None]  # what is done, events so far, events in all
 _BATCH = 2**17  # events between DuckDB and the buckets at once
+_AHEAD = 86_400  # seconds that an event may be ahead of the clock without a word
 _SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a side column beyond both are no rows of a table
 
 
@@ -243,6 +245,13 @@ class _Preparation:
                     *(self.source.time_unit, value, year),
                 )
                 return
+        assert last is not None
+        if last > (time.time() + _AHEAD) * PER_SECOND[self.source.time_unit]:
+            logger.warning(
+                "the last event, at %s, is yet to come: a placeholder, or a clock that goes wrong? Users would be "
+                "asked at that time by default: leave such rows out with --where",
+                show_time(last, self.source.time_unit),
+            )
 
     def _item_vocabulary(self) -> int:
         """items.parquet: what every item index means."""

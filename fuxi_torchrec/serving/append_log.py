@@ -1,17 +1,20 @@
 """What a Recommender was told since its export: a file to which every event is added before it is acknowledged.
 
 The file is a line of JSON about itself, then records: length, its complement and crc32 (uint32 each, little-endian) of
-the JSON that follows, either ``{"events": [[user, item, time], ...]}`` or ``{"forget": [user, ...]}``. A record that
-was being written when the machine stopped is at the end, was never acknowledged, and is cut off.
+the JSON that follows: ``{"events": [[user, item, time], ...]}``, ``{"forget": [user, ...]}``, or, in a log that was
+written anew, ``{"forgotten": [user, ...]}`` for those of whom neither it nor the log before has anything from before. A
+record that was being written when the machine stopped is at the end, was never acknowledged, and is cut off.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import struct
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,9 +44,9 @@ class LogContent:
     size: int
 
 
-def read_log(directory: Path) -> LogContent:
+def read_log(directory: Path, name: str = LOG_FILE) -> LogContent:
     """Everything whole in a log. Damage before the end is an error: events that were acknowledged would be lost."""
-    path = directory / LOG_FILE
+    path = directory / name
     data = path.read_bytes()
     line_end = data.find(b"\n")
     try:
@@ -69,6 +72,36 @@ def read_log(directory: Path) -> LogContent:
         records.append(json.loads(payload))
         at = end
     return LogContent(about, records, at, len(data))
+
+
+def with_old(directory: Path, content: LogContent, about: dict[str, Any]) -> LogContent:
+    """A log for the export that is served now. If that is the one before, the events that the newer one had are brought
+    back from the log before: all of that, then what came later.
+    """
+    wanted = {"version": VERSION, **about}
+    if content.about == wanted or not (directory / OLD_FILE).exists():
+        return content
+    try:
+        old = read_log(directory, OLD_FILE)
+    except ExportError as error:
+        logger.warning("%s: it is left alone", error)
+        return content
+    if old.about != wanted:
+        return content
+    there = Counter(json.dumps(event) for record in old.records for event in record.get("events", ()))
+    records = list(old.records)
+    for record in content.records:
+        later = []
+        for event in record.get("events", ()):
+            key = json.dumps(event)
+            if there[key]:
+                there[key] -= 1
+            else:
+                later.append(event)
+        # who was forgotten before both logs is in the old one, ahead of what came after
+        records.append({**{kind: values for kind, values in record.items() if kind == "forget"}, "events": later})
+    logger.info("%s: an export before is served again, with the events of %s", directory, OLD_FILE)
+    return dataclasses.replace(content, records=records)
 
 
 def _packed(record: Record) -> bytes:
@@ -110,6 +143,11 @@ class AppendLog:
             raise
         self._written = self._synced = self.content.end
         self._sync_lock = threading.Lock()
+
+    @property
+    def failed(self) -> str | None:
+        """Why nothing can be appended any more; None if it can."""
+        return self._failed
 
     @property
     def size(self) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -166,6 +167,14 @@ class Bundle:
     def tables(self) -> dict[str, Tensor]:
         """Raw rows of the item table and of side features."""
         return load_file(self.path / TABLES)
+
+    def side_rows(self) -> dict[str, int]:
+        """How many rows the table of each side feature has."""
+        if not self.manifest.sides:
+            return {}
+        check_file(self.path / TABLES, self.manifest.files[TABLES], contents=True)
+        with safe_open(self.path / TABLES, "pt") as file:
+            return {side.name: file.get_slice(f"side_{side.name}").get_shape()[0] for side in self.manifest.sides}
 
 
 def check_file(path: Path, entry: FileEntry, contents: bool) -> None:

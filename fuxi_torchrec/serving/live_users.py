@@ -144,10 +144,6 @@ class LiveUsers:
             ties[user, time] = Counter(history.items[history.times == time].tolist())
         return ties
 
-    def forget_less(self) -> None:
-        """Keep of the forgotten users only those that the export has, counted once; needs the lock."""
-        self.forgotten = {user: 1 for user in self.forgotten if user in self.stored.row}
-
     def snapshots(self, users: Sequence[UserId]) -> list[Snapshot]:
         """What is known of users at this moment."""
         snapshots = []

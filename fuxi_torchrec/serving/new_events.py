@@ -20,7 +20,7 @@ from fuxi_torchrec.serving.bundle import ITEMS, SIDES, Bundle, Manifest, SideTab
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary, side_values
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
 from fuxi_torchrec.serving.parts import ID_TYPES, combined
-from fuxi_torchrec.serving.times import check_time
+from fuxi_torchrec.serving.times import check_time, last_event
 
 logger = get_logger(__name__)
 
@@ -76,15 +76,20 @@ def read_events(
         table, forgotten = _own_log(Path(path), manifest, values)
     else:
         table = _load(str(path), columns or LogColumns(), manifest, values)
-    table, bad = _without_bad_rows(table, str(path), on_bad_rows)
+    last = last_event(manifest.as_of, manifest.time_unit)
+    present = table["time"].drop_null().to_numpy()
+    if len(present) and np.median(present) > last:  # not a few bad rows
+        _check_unit(int(np.median(present)), str(path), manifest)
+    table, bad = _without_bad_rows(table, str(path), on_bad_rows, last)
     users, raw_items, times = combined(table["user"]), combined(table["item"]), table["time"].to_numpy()
-    for value in (times.min(), times.max()) if len(times) else ():
-        try:
-            check_time(int(value), manifest.as_of, manifest.time_unit)
-        except ValueError as error:
-            raise DataError(f"{path}: {error}") from None
+    if len(times):
+        _check_unit(int(times.min()), str(path), manifest)
     items = Vocabulary.read(bundle).find(raw_items)
-    sides = {side.name: _side(table[side.name], side, str(path), values.get(side.name)) for side in manifest.sides}
+    rows = bundle.side_rows()
+    sides = {
+        side.name: _side(table[side.name], side, str(path), values.get(side.name), rows[side.name])
+        for side in manifest.sides
+    }
     encoded = users.dictionary_encode()
     user = encoded.indices.to_numpy().astype(np.int64)
     order = np.lexsort((times, user))  # stable: ties keep the order of the log
@@ -193,7 +198,7 @@ def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Tab
     forgotten: dict[Any, None] = {}
     number = 0
     for record in read_log(directory).records:
-        for user in record.get("forget", ()):
+        for user in (*record.get("forget", ()), *record.get("forgotten", ())):
             rows.pop(user, None)
             forgotten[user] = None
         for event in record.get("events", ()):
@@ -214,9 +219,18 @@ def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Tab
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _without_bad_rows(table: pa.Table, path: str, on_bad_rows: str) -> tuple[pa.Table, dict[str, int]]:
+def _check_unit(time: int, path: str, manifest: Manifest) -> None:
+    """Refuse a time that cannot be meant, most likely of another unit."""
+    try:
+        check_time(time, manifest.as_of, manifest.time_unit)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def _without_bad_rows(table: pa.Table, path: str, on_bad_rows: str, last: int) -> tuple[pa.Table, dict[str, int]]:
     bad = {f"{name} is null": pc.is_null(table[name]) for name in ("user", "item", "time")}
     bad["time is negative"] = pc.fill_null(pc.less(table["time"], 0), False)
+    bad["time is yet to come"] = pc.fill_null(pc.greater(table["time"], last), False)
     counts = {reason: int(pc.sum(mask).as_py() or 0) for reason, mask in bad.items()}
     counts = {reason: count for reason, count in counts.items() if count}
     if not counts:
@@ -233,8 +247,8 @@ def _without_bad_rows(table: pa.Table, path: str, on_bad_rows: str) -> tuple[pa.
     return table.filter(pa.array(~any_bad)), counts
 
 
-def _side(column: pa.ChunkedArray, side: SideTable, path: str, known: dict[str, int] | None) -> Column:
-    """A missing value is 0, or no values."""
+def _side(column: pa.ChunkedArray, side: SideTable, path: str, known: dict[str, int] | None, rows: int) -> Column:
+    """A missing value is 0, or no values; one that the model has no row for is 0."""
     if known is not None:
         return np.array([known.get(value, 0) for value in column.to_pylist()], np.int64)
     if not side.multiple:
@@ -244,4 +258,9 @@ def _side(column: pa.ChunkedArray, side: SideTable, path: str, known: dict[str, 
         values = pc.fill_null(pc.list_flatten(column), 0).to_numpy().astype(np.int64)
     if values.min(initial=0) < 0:
         raise DataError(f"{path}: side column {side.name} has negative values: they must be dense indices")
+    unknown = values >= rows
+    if unknown.any():
+        said = "%s: side column %s has %d values beyond %d, which the model does not know: they count as 0"
+        logger.warning(said, path, side.name, unknown.sum(), rows - 1)
+        values = np.where(unknown, 0, values)
     return Ragged(values, bounds_of(lengths)) if side.multiple else values

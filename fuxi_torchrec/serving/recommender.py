@@ -8,7 +8,7 @@ import numpy as np
 
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, Record, read_log
+from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, Record, read_log, with_old
 from fuxi_torchrec.serving.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
@@ -82,6 +82,8 @@ class Recommender:
             content = log.content
         elif (directory / LOG_FILE).exists():
             content = read_log(directory)
+        if content is not None:
+            content = with_old(directory, content, _about(bundle))
         try:
             recommender = Recommender(bundle, log, content, cache_mib, search)
             if warm_up:
@@ -181,7 +183,7 @@ class Recommender:
         history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
         request = Request("", time, k, exclude_seen)
         (answer,) = self._answers(
-            [request], self._model.encode(history), [True], [history.items if exclude_seen else None]
+            [request], self._model.encode(history), [True], [np.array(indices, np.int64) if exclude_seen else None]
         )
         return Answer(**{**vars(answer), "user_id": None, "unknown_items": indices.count(UNKNOWN)})
 
@@ -277,7 +279,7 @@ class Recommender:
         return results
 
     def forget(self, user_ids: Sequence[UserId]) -> int:
-        """Remove users: from now on they are unknown. How many were known.
+        """Remove users: from now on they are unknown, here and on later exports. How many were known.
 
         The export itself is not changed: ``refresh --forget`` makes one without them.
         """
@@ -286,12 +288,13 @@ class Recommender:
         for user in user_ids:
             self._checks.user(user, "user id")
         with self.users.lock:
-            known = [user for user in dict.fromkeys(user_ids) if self.users.is_known(user)]
-            position = log.write({"forget": list(known)}) if known else 0
-            for user in known:
+            wanted = list(dict.fromkeys(user_ids))
+            known = sum(self.users.is_known(user) for user in wanted)
+            position = log.write({"forget": wanted}) if wanted else 0
+            for user in wanted:  # also who is unknown now: the next export may know the user
                 self.users.forget(user)
         log.sync(position)
-        return len(known)
+        return known
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
@@ -319,6 +322,7 @@ class Recommender:
                 "cached_states": users.cached,
                 "damaged_states": users.stored.damaged,
                 "log_bytes": self._log.size if self._log is not None else 0,
+                "log_failed": self._log is not None and self._log.failed is not None,
             }
 
     # --- inside: the log ---------------------------------------------------------------------------------------------
@@ -345,9 +349,9 @@ class Recommender:
         events = () if same else (packed for record in content.records for packed in record.get("events", ()))
         ties = self.users.stored_ties((user, time) for user, _, time, *_ in events)
         for record in content.records:
-            for user in record.get("forget", ()):
+            for user in (*record.get("forget", ()), *record.get("forgotten", ())):
                 self.users.forget(user)
-                torn = True
+            torn = torn or "forget" in record
             for packed in record.get("events", ()):
                 event = Event(*packed)
                 (item,) = self._catalogue.find_few([event.item_id])
@@ -363,12 +367,11 @@ class Recommender:
             logger.info("append log: %d events are part of this export already", covered)
         if self._log is not None and (torn or not same):
             # what was forgotten, and what the export has, does not stay on disk
-            self.users.forget_less()
             self._log.rewrite(about, self._compacted(), keep_old=not torn)
 
     def _compacted(self) -> Iterable[Record]:
         if self.users.forgotten:
-            yield {"forget": list(self.users.forgotten)}
+            yield {"forgotten": list(self.users.forgotten)}
         packed = [_packed(event) for recent in self.users.recent.values() for event in recent.raw]
         for begin in range(0, len(packed), _COMPACT_RECORD):
             yield {"events": packed[begin : begin + _COMPACT_RECORD]}

@@ -1,13 +1,13 @@
 """What is asked of a Recommender and what it answers, and the checks of both."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from fuxi_torchrec.serving.bundle import Manifest
-from fuxi_torchrec.serving.times import check_time
+from fuxi_torchrec.serving.times import check_event_time, check_time
 
 UserId = int | str
 ItemId = int | str
@@ -100,7 +100,7 @@ class Checks:
             if not anonymous:
                 self.user(event.user_id, f"user id {n}")
             _check_id(event.item_id, self.manifest.item_id_type, f"item id {n}")
-            self.time(event.timestamp, f"timestamp {n}")
+            self.time(event.timestamp, f"timestamp {n}", check_event_time)
             for name, value in (event.sides or {}).items():
                 self._side(n, name, value)
             if anonymous and n and event.timestamp < events[n - 1].timestamp:
@@ -112,11 +112,11 @@ class Checks:
         """A user's raw id."""
         _check_id(user_id, self.manifest.user_id_type, what)
 
-    def time(self, time: Any, what: str) -> None:
+    def time(self, time: Any, what: str, check: Callable[[int, int, str, str], int] = check_time) -> None:
         """A time in the export's unit, not far from it."""
         if isinstance(time, bool) or not isinstance(time, int | np.integer):
             raise ValueError(f"{what} must be an integer in the export's unit, {self.manifest.time_unit}, not {time!r}")
-        check_time(int(time), self.manifest.as_of, self.manifest.time_unit, what)
+        check(int(time), self.manifest.as_of, self.manifest.time_unit, what)
 
     def k(self, k: Any) -> None:
         """A number of items."""

@@ -23,7 +23,7 @@ from fuxi_torchrec.serving import requests
 from fuxi_torchrec.serving.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.bundle import ExportError
 from fuxi_torchrec.serving.recommender import Recommender
-from fuxi_torchrec.serving.times import NAMES, bounds, check_time, now
+from fuxi_torchrec.serving.times import NAMES, bounds, check_event_time, check_time, now
 
 logger = get_logger(__name__)
 
@@ -130,6 +130,7 @@ class Metrics:
             ("recent_events", "Events since the export"),
             ("damaged_states", "States found damaged and encoded again"),
             ("log_bytes", "Size of the append log"),
+            ("log_failed", "Whether nothing can be appended any more"),
         ):
             gauge = Gauge(f"fuxi_{name}", what, **named)
             gauge.set_function(partial(_read, recommender, name))
@@ -181,16 +182,17 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         UserId: TypeAlias = int | str
         ItemId: TypeAlias = int | str
         Time: TypeAlias = int
+        EventTime: TypeAlias = int
         Sides: TypeAlias = BaseModel
     else:  # what the export has
         ids = {"int64": Int64, "string": Text}
         UserId, ItemId = ids[manifest.user_id_type], ids[manifest.item_id_type]
         first, last = bounds(manifest.as_of, manifest.time_unit)
-        Time = Annotated[
-            Whole,
-            AfterValidator(lambda value: check_time(value, manifest.as_of, manifest.time_unit)),
-            Field(json_schema_extra={"minimum": first, "maximum": last}),
-        ]
+        meant = Field(json_schema_extra={"minimum": first, "maximum": last})
+        Time, EventTime = (
+            Annotated[Whole, AfterValidator(partial(check, as_of=manifest.as_of, unit=manifest.time_unit)), meant]
+            for check in (check_time, check_event_time)
+        )
         Sides = _sides(recommender)
 
     class Recommend(_Strict):
@@ -205,7 +207,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         """One event of a history."""
 
         item_id: ItemId
-        timestamp: Time = Field(description=f"in {unit} since 1970")
+        timestamp: EventTime = Field(description=f"in {unit} since 1970; not yet to come")
         sides: Sides | None = Field(None, description="side features")
 
     class RecommendHistory(_Strict):
@@ -346,9 +348,11 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         metrics.forgotten.inc(count)
         return Forgotten(forgotten=count)
 
-    @app.get("/health")
+    @app.get("/health", responses=_problems(503))
     async def health() -> Health:
         info = recommender.info()
+        if info["log_failed"]:
+            raise HTTPException(503, "the disk of the append log has failed: nothing can be appended until a restart")
         about = {name: info[name] for name in ("model_id", "as_of", "time_unit", "items", "users")}
         return Health(status="ok", version=__version__, **about)
 

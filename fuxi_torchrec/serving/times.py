@@ -3,21 +3,34 @@
 import datetime
 import time
 
-from fuxi_torchrec.data.times import PER_SECOND
+from fuxi_torchrec.data.times import PER_SECOND, show_time
 
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 YEAR = 31_556_952  # seconds
+DAY = 86_400
 BEFORE, AFTER = 40, 100  # years from an export's as_of that a time can be
 
 
 def bounds(as_of: int, unit: str) -> tuple[int, int]:
-    """The first and last time that can be meant. Seconds since 1970, taken as milliseconds, lie before the first."""
-    year = YEAR * PER_SECOND[unit]
-    return max(0, as_of - BEFORE * year), as_of + AFTER * year
+    """The first and last time that can be meant. Seconds since 1970, taken as milliseconds, lie before the first.
+
+    The present is always among them, also of an export with an event at a time to come.
+    """
+    year, present = YEAR * PER_SECOND[unit], now(unit)
+    return max(0, min(as_of, present) - BEFORE * year), max(as_of, present) + AFTER * year
+
+
+def last_event(as_of: int, unit: str) -> int:
+    """The last time that an event can have: a day from now, for clocks that go wrong.
+
+    Data that is ahead of the clock already is made up, and its events may go on.
+    """
+    tomorrow = now(unit) + DAY * PER_SECOND[unit]
+    return tomorrow if as_of <= tomorrow else bounds(as_of, unit)[1]
 
 
 def check_time(value: int, as_of: int, unit: str, what: str = "time") -> int:
-    """A time that can be meant: from 40 years before the export to 100 years after it.
+    """A time that can be meant: from 40 years before the export, or now, to 100 years after.
 
     Example:
         >>> check_time(1_700_000_000_000, 1_700_000_000, "s")
@@ -34,6 +47,14 @@ def check_time(value: int, as_of: int, unit: str, what: str = "time") -> int:
     raise ValueError(
         f"{what} {value} must be {first} to {last}, in {NAMES[unit]} since 1970: the export was made as of {as_of}"
     )
+
+
+def check_event_time(value: int, as_of: int, unit: str, what: str = "timestamp") -> int:
+    """The time of an event: one that can be meant, and has come."""
+    check_time(value, as_of, unit, what)
+    if value > last_event(as_of, unit):
+        raise ValueError(f"{what} {value} ({show_time(value, unit)}) is yet to come: events have happened")
+    return value
 
 
 def parse_time(text: str, unit: str) -> int:

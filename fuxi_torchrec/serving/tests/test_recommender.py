@@ -222,11 +222,12 @@ def test_a_long_history_that_nobody_stores_counts_from_the_same_event_on(tmp_pat
     user = next(user for user in range(8) if len(log.of(user)) > 70)  # of which 48 are encoded
     items, times = [row[1] for row in log.of(user)], [row[2] for row in log.of(user)]
     with Recommender.load(tmp_path / "x") as recommender:
-        for seen in (False, True):
-            (stored,) = recommender.recommend([user], last, 30, seen)
-            answer = recommender.recommend_history(items, times, last, 30, seen)
-            assert (answer.items, answer.events) == (stored.items, stored.events) and answer.events == 48
-            assert answer.scores == pytest.approx(stored.scores, abs=1e-4)
+        (stored,) = recommender.recommend([user], last, 30)
+        answer = recommender.recommend_history(items, times, last, 30)
+        assert (answer.items, answer.events) == (stored.items, stored.events) and answer.events == 48
+        assert answer.scores == pytest.approx(stored.scores, abs=1e-4)
+        answer = recommender.recommend_history(items, times, last, 30, exclude_seen=True)
+        assert answer.events == 48 and answer.items and not {*items} & {*answer.items}, "whatever was given is left out"
 
 
 def test_an_unknown_user_is_served_as_new_and_that_is_said(export):
@@ -352,7 +353,22 @@ def test_forgetting_leaves_nothing_on_disk_after_a_restart(tmp_path):
     with Recommender.load(tmp_path / "x") as recommender:
         assert recommender.recommend([1], last, 5) == [back]
     records = read_log(tmp_path / "x.log").records
-    assert records == [{"forget": [1]}, {"events": [[1, 1005, last - 10 * DAY]]}]
+    assert records == [{"forgotten": [1, 70, 71]}, {"events": [[1, 1005, last - 10 * DAY]]}]
+
+
+def test_who_is_forgotten_stays_so_on_later_exports_whatever_they_have(tmp_path):
+    log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        assert recommender.forget([1, 70]) == 1  # 70 is not in the export
+    (tmp_path / "new.csv").write_text(f"user_id,item_id,timestamp\n70,1001,{last + 1}\n")
+    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "without")
+    refresh(tmp_path / "x", tmp_path / "new.csv", tmp_path / "with")  # of raw logs, which know nothing of it
+    for export in ("without", "with", "with"):
+        with Recommender.load(tmp_path / export, log_dir=tmp_path / "log") as recommender:
+            assert [a.known for a in recommender.recommend([1, 70, 2], last + DAY, 5)] == [False, False, True]
+            recommender.append([2], [1002], [last + 2])
+    assert (tmp_path / "log" / OLD_FILE).exists(), "nothing of them is in it"
+    assert len(log.of(1))
 
 
 def test_a_refresh_from_the_log_leaves_nothing_of_forgotten_users(tmp_path):
@@ -438,10 +454,42 @@ def test_the_log_before_a_change_of_exports_is_kept(tmp_path):
     for _ in range(2):  # a restart leaves it alone
         Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
         assert (tmp_path / "log" / OLD_FILE).read_bytes() == whole
-    # back to the export before
-    os.replace(tmp_path / "log" / OLD_FILE, tmp_path / "log" / LOG_FILE)
-    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:  # back to the export before
         assert recommender.recommend([1, 2], last + DAY, 5) == before
+
+
+def test_going_back_and_forth_between_exports_loses_nothing(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.forget([3])
+        recommender.append([1, 2, 3], [1001, 1002, 1003], [last + 1, last + 2, last + 1])
+    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1, 3], [1004, 1004], [last + 5, last + 5])  # y has not this
+    want = [(1, [1001, 1004, 1006]), (2, [1002, 1007]), (3, [1003, 1004])]
+    counts_seen = set()
+    for number, export in enumerate(("y", "x", "x", "y", "x")):
+        with Recommender.load(tmp_path / export, log_dir=tmp_path / "log") as recommender:
+            if number == 0:
+                assert recommender.append([1, 2], [1006, 1007], [last + 6] * 2).accepted == 2
+            recent = {user: [e.item_id for e in held.raw] for user, held in recommender.users.recent.items()}
+            counts_seen.add(tuple(answer.events for answer in recommender.recommend([1, 2, 3], last + DAY, 5)))
+        if export == "x":
+            assert sorted(recent.items()) == want
+        else:
+            assert sorted(recent.items()) == [(1, [1004, 1006]), (2, [1007]), (3, [1003, 1004])]
+    assert len(counts_seen) == 1
+
+
+def test_a_damaged_log_of_before_does_not_keep_the_service_from_starting(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1], [1001], [last + 1])
+    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+    Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
+    (tmp_path / "log" / OLD_FILE).write_bytes(b"no log")
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        assert recommender.info()["recent_events"] == 0
 
 
 def test_an_old_log_keeps_nothing_of_forgotten_users(tmp_path):

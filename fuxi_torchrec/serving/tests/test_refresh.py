@@ -271,6 +271,10 @@ def test_a_killed_refresh_leaves_nothing_in_the_way(tmp_path):
         ("user_id,item_id,timestamp\n1,1001,1700000000000\n", r"1700000000000 looks like milliseconds"),
         ("user_id,item_id,timestamp\n1,1001,soon\n", r"column timestamp is VARCHAR: times must be integers"),
         ("user_id,item_id,timestamp\n1,1001,-5\n", r"1 rows: time is negative"),
+        (
+            "user_id,item_id,timestamp\n1,1001,1703000000\n2,1001,1703000000\n1,1002,4102358400\n",
+            r"1 rows: time is yet to come; the first is row 3",
+        ),
         ("", "the file is empty"),
     ],
 )
@@ -287,6 +291,18 @@ def test_bad_rows_can_be_left_out(tmp_path):
     (tmp_path / "e.csv").write_text(f"user_id,item_id,timestamp\n1,,5\n1,1001,{last}\n,1001,{last}\n")
     summary = refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b", on_bad_rows="skip")
     assert summary.bad_rows == {"user is null": 1, "item is null": 1} and summary.touched_users == 1
+
+
+def test_a_side_value_that_the_model_does_not_know_counts_as_unknown(tmp_path):
+    demo = replace(DEMO, sides=SIDES)
+    log = random_log(np.random.default_rng(0), demo, range(8), 20)
+    export_of(tmp_path / "a", log, range(8), demo)
+    last = max(row[2] for row in log.rows)
+    for name, value in (("known", 0), ("unknown", demo.side_rows)):
+        event = (1, 1001, last + 1, {"action": value, "tags": [1, value]})
+        refresh(tmp_path / "a", Log([event]).write(tmp_path / f"{name}.parquet", SIDES), tmp_path / name)
+    known, unknown = (users_of(tmp_path / name)[1] for name in ("known", "unknown"))
+    assert known.row["embedding"].tolist() == unknown.row["embedding"].tolist()
 
 
 def test_an_empty_log_and_timestamps_as_dates(tmp_path):

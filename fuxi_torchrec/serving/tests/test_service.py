@@ -1,5 +1,6 @@
 """The service: what it answers, what it refuses, and how it works on many requests at once."""
 
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,26 @@ def test_a_wrong_token_is_refused(recommender):
         assert client.get("/metrics").status_code == 401
         assert client.get("/health").status_code == 200
         assert client.post("/recommend", json=ask, headers={"Authorization": "Bearer sesame"}).status_code == 200
+
+
+def test_a_disk_that_failed_is_bad_health(client, monkeypatch):
+    def fail(_file):
+        raise OSError(5, "Input/output error")
+
+    event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        assert client.post("/append", json={"events": [event]}).status_code == 503
+    health = client.get("/health")
+    assert health.status_code == 503 and "nothing can be appended until a restart" in health.json()["detail"]
+    assert "fuxi_log_failed 1.0" in client.get("/metrics").text
+    assert client.post("/recommend", json={"user_id": 3, "time": event["timestamp"]}).status_code == 200
+
+
+def test_an_event_that_is_yet_to_come_is_refused(client):
+    event = {"user_id": 3, "item_id": 1001, "timestamp": int(time.time()) + 3 * DAY}
+    answer = client.post("/append", json={"events": [event]})
+    assert answer.status_code == 422 and "is yet to come: events have happened" in answer.json()["detail"]
 
 
 def test_metrics_tell_what_happened(client):
