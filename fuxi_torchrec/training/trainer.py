@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.config import Config
-from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.data.vocabulary import Vocabulary
@@ -46,12 +44,11 @@ from fuxi_torchrec.training.run_data import RunData, plan_of
 from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, SUMMARY, RunDirectory
 from fuxi_torchrec.training.saving import Saver
 from fuxi_torchrec.training.start_from import start_from
-from fuxi_torchrec.training.validation import sample_users, validate
+from fuxi_torchrec.training.validation import validate
+from fuxi_torchrec.training.validation_plan import ValidationPlan
 from fuxi_torchrec.training.watch import Watch, peak_memory_mb
 
 logger = get_logger(__name__)
-
-Ints = NDArray[np.int64]
 
 
 def check_device(config: Config, world: World) -> None:
@@ -104,7 +101,7 @@ class Trainer:
                 config.data.workers,
             )
             self._pool_counts = self.data.pool_counts(config.loss)
-            self._validation_users = self._choose_users()
+            self.validations = ValidationPlan.of(config, self.data.maker, self.loader.steps(0))
         self.model = self._build()
         self.optimizer = StepOptimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
@@ -160,10 +157,10 @@ class Trainer:
                 info.progress.total_steps,
                 decay.final_lr,
             )
-        if self._validates() and info.progress.best_of not in (None, self._measure()):
+        if self.validations.active and info.progress.best_of not in (None, self.validations.measure):
             logger.warning(
                 "validation measures %s now, and %s before: the best so far, %.4f at step %s, is forgotten",
-                self._measure(),
+                self.validations.measure,
                 info.progress.best_of,
                 info.progress.best_metric,
                 info.progress.best_step,
@@ -244,12 +241,12 @@ class Trainer:
                 self._preempted()
                 return
             saved = False
-            if self._validation_due():
+            if self.validations.due(self.progress.step):
                 with _detached(pipeline):
                     stopped, saved = self._validate(watch)
             if not saved and every is not None and self.progress.step % every == 0:
                 self.save()
-        if self._validates() and self.progress.validated_step != self.progress.step:
+        if self.validations.active and self.progress.validated_step != self.progress.step:
             with _detached(pipeline):
                 self._validate(watch)
         self.save(self._validated if self.progress.validated_step == self.progress.step else None)
@@ -269,7 +266,7 @@ class Trainer:
         limit = self.config.train.max_steps
         if limit is not None and self.progress.step >= limit:
             return True
-        return self.progress.position.epoch >= self.config.train.epochs or self._stops_early()
+        return self.progress.position.epoch >= self.config.train.epochs or self.validations.enough(self.progress)
 
     def _steps(self) -> Iterator[Step]:
         config = self.config
@@ -359,57 +356,23 @@ class Trainer:
 
     # --- validation --------------------------------------------------------------------------------------------------
 
-    def _validates(self) -> bool:
-        data = self.config.data
-        nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
-        return self.config.validation.every_epochs is not None and not nothing_held_out
-
-    def _choose_users(self) -> Ints:
-        """Rows of the users that validations rank: a fixed sample."""
-        config = self.config
-        if not self._validates():
-            return np.zeros(0, np.int64)
-        users = self.data.maker.users_with("valid")
-        if not len(users):
-            raise DataError(
-                f"{self.data.dataset.path}: no user has an event to validate on: histories are too short, or "
-                f"data.valid_from = {config.data.valid_from} is after them. Set validation.every_epochs=null to train "
-                "without validation"
-            )
-        return sample_users(users, config.validation.users, config.seed)
-
-    def _measure(self) -> str:
-        """What a validation measures, of whom: values of another are not compared with it."""
-        wanted = self.config.validation
-        return f"{wanted.metric} of {len(self._validation_users)} users{', without seen items' * wanted.filter_seen}"
-
-    def _stops_early(self) -> bool:
-        patience = self.config.validation.patience
-        return patience is not None and self.progress.validations_since_best >= patience
-
     def _validation_missed(self) -> bool:
         """Whether a run that was stopped had no time for the validation of its last step."""
-        if not self._validates() or self.progress.step in (0, self.progress.validated_step):
+        if not self.validations.active or self.progress.step in (0, self.progress.validated_step):
             return False
-        return self._finished() or self._validation_due()
-
-    def _validation_due(self) -> bool:
-        if not self._validates():
-            return False
-        period = max(1, round((self.config.validation.every_epochs or 1) * self.loader.steps(0)))
-        return self.progress.step % period == 0
+        return self._finished() or self.validations.due(self.progress.step)
 
     def _validate(self, watch: Watch) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
         self._check_finite()
         self._validated = metrics = self.validate()
-        self.progress = self.progress.validated(metrics[wanted.metric], self._measure())
+        self.progress = self.progress.validated(metrics[wanted.metric], self.validations.measure)
         best = self.progress.best_step == self.progress.step
         watch.validated(self.progress.step, metrics)
         if best:
             self.save(metrics, best=True)
-        stop = self._stops_early()
+        stop = self.validations.enough(self.progress)
         if stop:
             logger.info(
                 "stopping early: %s did not improve in %d validations; best %.4f at step %s",
@@ -422,7 +385,7 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         """Metrics of the validation targets of a fixed sample of users: a collective."""
-        config, users = self.config, self._validation_users
+        config, users = self.config, self.validations.users
         return validate(
             self.model,
             self.data.maker,

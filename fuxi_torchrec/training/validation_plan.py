@@ -1,0 +1,61 @@
+"""When a run is validated, on whom, and when it has seen enough."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuxi_torchrec.config import Config
+from fuxi_torchrec.data.batches import BatchMaker
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.training.checkpoint_info import Progress
+from fuxi_torchrec.training.validation import sample_users
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """The validations of a run.
+
+    Attributes:
+        users: rows of those who are ranked, a fixed sample; nobody if the run is not validated.
+        every_steps: how often.
+        patience: validations without a better one, after which training stops; None for never.
+        measure: what is measured, of whom: values of another are not compared with it.
+    """
+
+    users: Ints
+    every_steps: int
+    patience: int | None
+    measure: str
+
+    @staticmethod
+    def of(config: Config, maker: BatchMaker, steps_an_epoch: int) -> "ValidationPlan":
+        """As a configuration asks for; refused if nobody has an event to validate on."""
+        data, wanted = config.data, config.validation
+        nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
+        if wanted.every_epochs is None or nothing_held_out:
+            return ValidationPlan(np.zeros(0, np.int64), 1, wanted.patience, "nothing")
+        users = sample_users(maker.users_with("valid"), wanted.users, config.seed)
+        if not len(users):
+            raise DataError(
+                f"{maker.reader.dataset.path}: no user has an event to validate on: histories are too short, or "
+                f"data.valid_from = {data.valid_from} is after them. Set validation.every_epochs=null to train without "
+                "validation"
+            )
+        measure = f"{wanted.metric} of {len(users)} users{', without seen items' * wanted.filter_seen}"
+        return ValidationPlan(users, max(1, round(wanted.every_epochs * steps_an_epoch)), wanted.patience, measure)
+
+    @property
+    def active(self) -> bool:
+        """Whether the run is validated at all."""
+        return len(self.users) > 0
+
+    def due(self, step: int) -> bool:
+        """Whether a validation follows a step."""
+        return self.active and step % self.every_steps == 0
+
+    def enough(self, progress: Progress) -> bool:
+        """Whether training stops early."""
+        return self.patience is not None and progress.validations_since_best >= self.patience
