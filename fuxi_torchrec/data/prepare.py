@@ -313,14 +313,18 @@ class _Preparation:
         coded = []
         previous = {} if self.options.extend is None else {s.name: s for s in self._extended().info.sides}
         for name in self.source.sides:
+            column, kind = quote("side_" + name), self.types[name]
             if name in previous:
                 self.writer.reserve(name, previous[name].cardinality)  # models have rows for them
-            column, kind = quote("side_" + name), self.types[name]
+                if previous[name].vocabulary != (kind == "VARCHAR"):
+                    was, now = ("text", "integers") if previous[name].vocabulary else ("integers", "text")
+                    raise DataError(f"side column {name} was {was} in {self.options.extend}, here it is {now}")
             if kind in INTEGERS or (kind.endswith("[]") and kind[:-2] in INTEGERS):
                 value = f"list_min({column})" if kind.endswith("[]") else column
                 if self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
                     raise DataError(f"side column {name} has negative values: they must be 0 or more")
-                self._check_dense(name, f"unnest({column})" if kind.endswith("[]") else column)
+                if name not in previous:
+                    self._check_dense(name, f"unnest({column})" if kind.endswith("[]") else column)
                 continue
             if kind != "VARCHAR":
                 raise DataError(f"side column {name} is {kind}: integers, lists of integers or strings can be used")

@@ -96,9 +96,13 @@ def evaluate(
     world, max_length = run.world, run.config.batch.max_length
     with failing_together("reading the dataset"):
         lengths = run.maker.reader.lengths()
-        rows = sample_users(run.maker.users_with(part), users, run.config.seed)
-        if not len(rows):
-            raise RetrievalError(f"{run.dataset.path}: no user has a {part} event to evaluate: see data.split")
+        having = run.maker.users_with(part)
+        if not len(having):
+            raise RetrievalError(
+                f"{run.dataset.path}: no user has a {part} target with a history before it: nothing to evaluate. The "
+                f"run's split is {run.config.data.split}"
+            )
+        rows = sample_users(having, users, run.config.seed)
         rules = Baselines(run.maker, run.items.known, run.items.counts) if baselines else None
     shares = Shares.of(
         rows, np.minimum(lengths[rows], max_length), world.size, _TOKENS, max(1, _STATE_BYTES // state_bytes(run))
@@ -133,12 +137,6 @@ def evaluate(
         done += sum(len(batches[number]) for batches in shares.batches)
         progress.show(done)
     found: dict[str, Any] = {each: metrics.result() for each, metrics in model.items()}
-    evaluated = found[request_times[0]]["users"]
-    if not evaluated:
-        raise RetrievalError(
-            f"{run.dataset.path}: no user has a {part} target with a history before it: nothing to evaluate. The "
-            f"run's split is {run.config.data.split}"
-        )
     if rules is not None:
         found["baselines"] = {name: metrics.result() for name, metrics in others.items()}
     about = {
@@ -152,8 +150,8 @@ def evaluate(
         "unknown_items": run.unknown_items,
         "max_length": max_length,
         "candidates": len(run.items.ids),
-        "users": evaluated,
-        "users_without_target": len(rows) - evaluated,
+        "users": found[request_times[0]]["users"],
+        "users_without_target": len(lengths) - len(having),
         "unknown_targets": found[request_times[0]]["unknown_targets"],
         "processes": world.size,
         "seconds": round(time.monotonic() - began, 2),

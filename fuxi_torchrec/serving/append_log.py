@@ -10,12 +10,11 @@ import contextlib
 import dataclasses
 import json
 import os
-import shutil
 import struct
 import threading
 import zlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ VERSION = 1
 LOG_FILE, OLD_FILE, LOCK_FILE = "events.log", "events.log.old", "lock"
 _HEAD = struct.Struct("<III")
 _BITS = 2**32 - 1
+_RECORD = 1000  # events of a record in a log that is written anew
 
 Record = dict[str, list[Any]]
 
@@ -74,19 +74,24 @@ def read_log(directory: Path, name: str = LOG_FILE) -> LogContent:
     return LogContent(about, records, at, len(data))
 
 
+def read_old(directory: Path) -> LogContent | None:
+    """The log before the last change of exports; None if there is none that can be read."""
+    if not (directory / OLD_FILE).exists():
+        return None
+    try:
+        return read_log(directory, OLD_FILE)
+    except ExportError as error:
+        logger.warning("%s", error)
+        return None
+
+
 def with_old(directory: Path, content: LogContent, about: dict[str, Any]) -> LogContent:
     """A log for the export that is served now. If that is the one before, the events that the newer one had are brought
     back from the log before: all of that, then what came later.
     """
     wanted = {"version": VERSION, **about}
-    if content.about == wanted or not (directory / OLD_FILE).exists():
-        return content
-    try:
-        old = read_log(directory, OLD_FILE)
-    except ExportError as error:
-        logger.warning("%s: it is left alone", error)
-        return content
-    if old.about != wanted:
+    old = read_old(directory) if content.about != wanted else None
+    if old is None or old.about != wanted:
         return content
     there = Counter(json.dumps(event) for record in old.records for event in record.get("events", ()))
     records = list(old.records)
@@ -102,6 +107,31 @@ def with_old(directory: Path, content: LogContent, about: dict[str, Any]) -> Log
         records.append({**{kind: values for kind, values in record.items() if kind == "forget"}, "events": later})
     logger.info("%s: an export before is served again, with the events of %s", directory, OLD_FILE)
     return dataclasses.replace(content, records=records)
+
+
+def settled(records: Iterable[Record], kind: str = "forgotten") -> Iterator[Record]:
+    """The same in short: who was forgotten, then the events that are left.
+
+    Args:
+        records: of a log.
+        kind: of the record of those who were forgotten.
+    """
+    forgotten: dict[Any, None] = {}
+    events: list[list[Any] | None] = []
+    places: dict[Any, list[int]] = {}
+    for record in records:
+        for user in (*record.get("forget", ()), *record.get("forgotten", ())):
+            forgotten[user] = None
+            for place in places.pop(user, ()):
+                events[place] = None
+        for event in record.get("events", ()):
+            places.setdefault(event[0], []).append(len(events))
+            events.append(event)
+    if forgotten:
+        yield {kind: list(forgotten)}
+    left = [event for event in events if event is not None]
+    for begin in range(0, len(left), _RECORD):
+        yield {"events": left[begin : begin + _RECORD]}
 
 
 def _packed(record: Record) -> bytes:
@@ -129,8 +159,10 @@ class AppendLog:
         self._failed: str | None = None
         self._file = -1
         try:
+            for name in (LOG_FILE, OLD_FILE):  # of a start that was stopped
+                (directory / f".{name}.new").unlink(missing_ok=True)
             if not self.path.exists():
-                self._create(about, [])
+                self._write(LOG_FILE, {"version": VERSION, **about}, [])
             self.content = read_log(directory)
             self._file = os.open(self.path, os.O_RDWR)
             if self.content.end < self.content.size:
@@ -187,41 +219,49 @@ class AppendLog:
                 raise ExportError(self._failed) from None
             self._synced = reached
 
-    def rewrite(self, about: dict[str, Any], records: Iterable[Record], keep_old: bool) -> None:
-        """Replace the whole log, at once.
+    def rewrite(self, about: dict[str, Any], records: Sequence[Record]) -> None:
+        """Begin anew for an export; nothing of anybody who was forgotten stays on disk.
+
+        The log until now becomes the one before; on the same export, the one before stays, without who was forgotten. A
+        stop at any moment loses nothing, and leaves nobody behind for good: the next start does it again.
 
         Args:
             about: of the export.
-            records: of the new log.
-            keep_old: keep what was there as ``events.log.old``; else an earlier one goes, too, so that nothing of a
-                forgotten user stays.
+            records: what it lacks, and who was forgotten.
         """
-        old = self.directory / OLD_FILE
-        if keep_old:
-            aside = self.directory / f".{OLD_FILE}.new"
-            aside.unlink(missing_ok=True)
-            try:
-                os.link(self.path, aside)
-            except OSError:  # not every file system has links
-                shutil.copy2(self.path, aside)
-                sync(aside)
-            os.replace(aside, old)
+        wanted, found, old = {"version": VERSION, **about}, self.content, read_old(self.directory)
+        newly = [user for record in found.records for user in record.get("forget", ())]
+        before = found if found.about != wanted else old
+        if before is old and old is not None:
+            before = dataclasses.replace(old, records=[*old.records, {"forget": newly}])
+        if found.about != wanted and old is not None and old.about == wanted:
+            # back to the export before: until the new log is there, the old one alone has some of its events
+            self._write(LOG_FILE, wanted, settled(records, "forget" if newly else "forgotten"))
+            self._write_old(before)
+            if newly:
+                self._write(LOG_FILE, wanted, settled(records))
         else:
-            old.unlink(missing_ok=True)
-        self._create(about, records)
+            self._write_old(before)
+            self._write(LOG_FILE, wanted, settled(records))
         os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR)
         self._written = self._synced = os.fstat(self._file).st_size
 
-    def _create(self, about: dict[str, Any], records: Iterable[Record]) -> None:
-        aside = self.directory / f".{LOG_FILE}.new"
+    def _write_old(self, before: LogContent | None) -> None:
+        if before is None:
+            (self.directory / OLD_FILE).unlink(missing_ok=True)
+        else:
+            self._write(OLD_FILE, before.about, settled(before.records))
+
+    def _write(self, name: str, about: dict[str, Any], records: Iterable[Record]) -> None:
+        aside = self.directory / f".{name}.new"
         with aside.open("wb") as file:
-            file.write(json.dumps({"version": VERSION, **about}).encode() + b"\n")
+            file.write(json.dumps(about).encode() + b"\n")
             for record in records:
                 file.write(_packed(record))
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, self.path)
+        os.replace(aside, self.directory / name)
         sync(self.directory)
 
     def close(self) -> None:

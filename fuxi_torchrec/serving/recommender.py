@@ -8,7 +8,7 @@ import numpy as np
 
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, Record, read_log, with_old
+from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, read_log, with_old
 from fuxi_torchrec.serving.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
@@ -20,7 +20,6 @@ from fuxi_torchrec.serving.stored import StoredUsers
 logger = get_logger(__name__)
 
 _EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is asked for
-_COMPACT_RECORD = 1000  # events of a record in a log that is written anew
 
 
 class Recommender:
@@ -367,14 +366,8 @@ class Recommender:
             logger.info("append log: %d events are part of this export already", covered)
         if self._log is not None and (torn or not same):
             # what was forgotten, and what the export has, does not stay on disk
-            self._log.rewrite(about, self._compacted(), keep_old=not torn)
-
-    def _compacted(self) -> Iterable[Record]:
-        if self.users.forgotten:
-            yield {"forgotten": list(self.users.forgotten)}
-        packed = [_packed(event) for recent in self.users.recent.values() for event in recent.raw]
-        for begin in range(0, len(packed), _COMPACT_RECORD):
-            yield {"events": packed[begin : begin + _COMPACT_RECORD]}
+            left = [_packed(event) for recent in self.users.recent.values() for event in recent.raw]
+            self._log.rewrite(about, [{"forgotten": list(self.users.forgotten)}, {"events": left}])
 
 
 def _about(bundle: Bundle) -> dict[str, Any]:

@@ -117,7 +117,7 @@ class Trainer:
             if world.rank == 0:
                 directory.write_config(config)
                 directory.clear_preempted()
-                if latest is None:
+                if latest is None or not directory.has_items():
                     directory.write_items(Vocabulary.of(self.data.dataset), self.data.items)
         self.watchdog = Watchdog(config.distributed.timeout_seconds * 0.9)
 
@@ -157,7 +157,8 @@ class Trainer:
                 info.progress.total_steps,
                 decay.final_lr,
             )
-        if self.validations.active and info.progress.best_of not in (None, self.validations.measure):
+        compared = self.validations.active and not self._ended(info.progress)
+        if compared and info.progress.best_of not in (None, self.validations.measure):
             logger.warning(
                 "validation measures %s now, and %s before: the best so far, %.4f at step %s, is forgotten",
                 self.validations.measure,
@@ -262,11 +263,13 @@ class Trainer:
                 note = {"step": self.progress.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
                 write_atomically(self.directory.path / PREEMPTED, json.dumps(note) + "\n")
 
-    def _finished(self) -> bool:
+    def _ended(self, progress: Progress) -> bool:
+        """Whether everything that was asked for has been trained."""
         limit = self.config.train.max_steps
-        if limit is not None and self.progress.step >= limit:
-            return True
-        return self.progress.position.epoch >= self.config.train.epochs or self.validations.enough(self.progress)
+        return progress.position.epoch >= self.config.train.epochs or (limit is not None and progress.step >= limit)
+
+    def _finished(self) -> bool:
+        return self._ended(self.progress) or self.validations.enough(self.progress)
 
     def _steps(self) -> Iterator[Step]:
         config = self.config

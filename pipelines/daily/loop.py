@@ -269,9 +269,11 @@ class Daily:
             raise StageError(message)
 
     def _left_out_since(self, base: str, day: str) -> bool:
-        """Whether a day's dataset lacks a log that an earlier one had: its day was skipped in between."""
+        """Whether a day's dataset lacks logs that an earlier one had, because their days were skipped in between."""
         before, now = ({os.readlink(link) for link in self.layout.inputs(each).glob("*")} for each in (base, day))
-        return not before <= now
+        skipped = (each for each, record in self.state.days.items() if record.status == "skipped")
+        gone = before - now
+        return bool(gone) and gone <= {str(file) for each in skipped for file in self.logs.files(each)}
 
     def _gate(self, day: str, record: Day) -> Verdict:
         self.state.start(day, "gate")

@@ -306,6 +306,11 @@ def test_a_rejected_day_that_is_skipped_later_does_not_stop_the_days_after_it(pi
     made = pipeline(FakeJobs({"3": 0.1}), 4)
     assert run(made) == 0 and made.releases.line() == ["3", "2", "0"]
     assert "new events are not counted" in capsys.readouterr().out
+    (tmp_path / "logs" / "part-0.parquet").unlink()  # not by --skip
+    (tmp_path / "logs" / "part-2.parquet").unlink()
+    (tmp_path / "logs" / "part-4.parquet").write_text("event")
+    made = pipeline(FakeJobs({"4": 0.1}), 0)
+    assert run(made) == FAILED and "new events, fewer than" in made.state.days["4"].reason
 
 
 def test_days_may_bring_less_where_that_is_allowed(pipeline, tmp_path):

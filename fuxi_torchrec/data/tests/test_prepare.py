@@ -134,6 +134,17 @@ def test_extending_keeps_the_indices_of_side_features_too(tmp_path):
     assert [(r["value"], r["index"]) for r in rows] == [("click", 1), ("buy", 2), ("aaa", 3)]
 
 
+def test_extending_asks_nothing_new_of_side_features_and_keeps_their_kind(tmp_path):
+    columns, header = {"side_columns": ["category"]}, "user,item,time,category"
+    prepare(events(write(tmp_path / "one.csv", ["1,2,3,900000"], header), **columns), tmp_path / "one")
+    options = PrepareOptions(extend=str(tmp_path / "one"))
+    later = write(tmp_path / "two.csv", ["1,2,3,900000", "1,2,4,1000001"], header)
+    assert prepare(events(later, **columns), tmp_path / "two", options).sides[0].cardinality == 1_000_002
+    text = write(tmp_path / "three.csv", ["1,2,3,a"], header)
+    with pytest.raises(DataError, match=r"side column category was integers in .*one, here it is text"):
+        prepare(events(text, **columns), tmp_path / "three", options)
+
+
 def test_columns_named_like_our_own_change_nothing(tmp_path):
     header = "user,item,time,n,_row,filename,file_row_number"
     lines = [f"1,{i},5,{9 - i},{9 - i},x,{9 - i}" for i in range(3)]

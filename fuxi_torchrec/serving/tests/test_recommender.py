@@ -1,5 +1,6 @@
 """The Recommender answers as the model would, keeps what it was told, and stays right under threads and crashes."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -450,10 +451,10 @@ def test_the_log_before_a_change_of_exports_is_kept(tmp_path):
         recommender.append([1, 2], [1001, 1002], [last + 1, last + 2])
         before = recommender.recommend([1, 2], last + DAY, 5)
     refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
-    whole = (tmp_path / "log" / LOG_FILE).read_bytes()
     for _ in range(2):  # a restart leaves it alone
         Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
-        assert (tmp_path / "log" / OLD_FILE).read_bytes() == whole
+        (record,) = read_log(tmp_path / "log", OLD_FILE).records
+        assert record == {"events": [[1, 1001, last + 1], [2, 1002, last + 2]]}
     with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:  # back to the export before
         assert recommender.recommend([1, 2], last + DAY, 5) == before
 
@@ -500,9 +501,46 @@ def test_an_old_log_keeps_nothing_of_forgotten_users(tmp_path):
     with Recommender.load(tmp_path / "y", log_dir=tmp_path / "log") as recommender:
         assert (tmp_path / "log" / OLD_FILE).exists()
         recommender.forget([1])
+    (tmp_path / "log" / f".{OLD_FILE}.new").write_bytes(b"1001")  # of a start that was stopped
     Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
-    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [LOG_FILE, LOCK_FILE]
-    assert b"1001" not in (tmp_path / "log" / LOG_FILE).read_bytes()
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [LOG_FILE, OLD_FILE, LOCK_FILE]
+    assert not any(b"1001" in (tmp_path / "log" / name).read_bytes() for name in (LOG_FILE, OLD_FILE))
+    assert b"1002" in (tmp_path / "log" / OLD_FILE).read_bytes(), "the others' events are still there to go back to"
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("stop", range(3))
+def test_a_start_that_is_stopped_loses_nothing_and_keeps_nobody(tmp_path, monkeypatch, forgets, stop):
+    """There and back again, each start stopped at every write to the logs."""
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([1, 2, 3], [1001, 1002, 1003], [last + 1] * 3)
+    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+
+    def start(export):
+        with monkeypatch.context() as patch, contextlib.suppress(OSError):
+            replace, done = os.replace, []
+
+            def stopped(*paths):
+                if len(done) == stop:
+                    raise OSError("stopped")
+                done.append(paths)
+                replace(*paths)
+
+            patch.setattr(os, "replace", stopped)
+            Recommender.load(tmp_path / export, log_dir=tmp_path / "log").close()
+        return Recommender.load(tmp_path / export, log_dir=tmp_path / "log")
+
+    with start("y") as recommender:
+        assert not recommender.users.recent
+        recommender.append([2], [1004], [last + 2])
+        if forgets:
+            recommender.forget([3])
+    with start("x") as recommender:
+        recent = {user: [event.item_id for event in held.raw] for user, held in recommender.users.recent.items()}
+    assert recent == {1: [1001], 2: [1002, 1004], **({} if forgets else {3: [1003]})}
+    if forgets:
+        assert not any(b"1003" in path.read_bytes() for path in (tmp_path / "log").iterdir())
 
 
 def test_a_log_of_other_ids_is_refused(tmp_path):
