@@ -59,7 +59,9 @@ def load(schema: type[Schema], path: str | Path | None = None, overrides: Sequen
     if problems:
         raise ConfigError("\n".join(problems))
     # a section whose every line is commented out reads as null and means its defaults
-    settings = {k: s for k, s in settings.items() if s.value is not None or not _is_section(schema, k)}
+    for key, setting in settings.items():
+        if setting.value is None and _is_section(schema, key):
+            settings[key] = dataclasses.replace(setting, value={})
     return _validate(schema, settings)
 
 

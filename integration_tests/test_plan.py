@@ -36,6 +36,15 @@ def test_a_table_on_one_device_is_refused_with_what_would_fit(run):
     assert "64 processes need batch.streams=64" in said
 
 
+def test_what_cannot_be_meant_is_refused(run, capsys):
+    for value in ("0", "-1", "inf"):
+        with pytest.raises(SystemExit):
+            run("--memory-gb", value)
+        assert "must be positive" in capsys.readouterr().err
+    assert plan.main(["--items", "10", "--side-rows", "acton=5"]) == 1
+    assert "tables.sides has no acton; there are none" in capsys.readouterr().err
+
+
 def test_what_nothing_makes_fit_says_so(run):
     code, said = run(*MANY, "--memory-gb", "2", "loss.negatives=full")
     assert code == 1

@@ -156,6 +156,7 @@ def test_init_from_over_side_features_that_have_more_values(workers, tmp_path):
         ("third", two, 2, "a", "second"),  # fewer values occur: their rows stay
         ("many", two, 9, "a", None),
         ("few", two, 2, "a", None),
+        ("other", one, 9, "b", None),  # the first's items, another text at the first's row
     ):
         source = events(str(with_sides(log, largest, kind)), "user", "item", "time", "s", ("kind", "size"))
         extend = str(tmp_path / before) if before else None
@@ -173,6 +174,12 @@ def test_init_from_over_side_features_that_have_more_values(workers, tmp_path):
             assert torch.equal(new[name][: len(rows)], rows)
     with pytest.raises(WorkerError, match=r"side_size has 10 rows there and 3 here: prepare the dataset with --extend"):
         workers(2).run(side_tables, tmp_path / "run-few", settings["few"], tmp_path / "run-many")
+    with pytest.raises(WorkerError, match=r"values of the side feature kind have other indices than in .*first"):
+        workers(2).run(side_tables, tmp_path / "run-other", settings["other"], tmp_path / "run-first")
+    one = [*settings["many"][:1], "tables.sides={size: {}}", "train.max_steps=1"]
+    workers(2).run(runs.run, tmp_path / "run-one", one)
+    with pytest.raises(WorkerError, match=r"it has no table side_kind: tables\.sides must be the same"):
+        workers(2).run(side_tables, tmp_path / "run-more", settings["many"], tmp_path / "run-one")
 
 
 def with_sides(log, largest, kinds):
@@ -316,6 +323,22 @@ def stopped_run(run_dir, settings):
     made, _ = runs.trainer(run_dir, settings)
     made.stop.requested = True
     made.train()
+
+
+def test_the_best_checkpoint_is_found_again_after_a_kill_before_it_was_noted(workers, data, tmp_path):
+    settings = [*data, "validation.every_epochs=1", "validation.users=50", "checkpoint.keep_last=1"]
+    workers(2).run(runs.run, tmp_path / "run", [*settings, "train.epochs=1"])
+    checkpoints = tmp_path / "run" / "checkpoints"
+    best = (checkpoints / "best").read_text()
+    (checkpoints / "best").unlink()
+    workers(2).run(runs.run, tmp_path / "run", [*settings, "train.epochs=1"])
+    assert (checkpoints / "best").read_text() == best
+    (checkpoints / best.strip()).rename(checkpoints / "step-000009999")  # the best one is gone for good
+    (checkpoints / "latest").write_text("step-000009999\n")
+    (said,) = warnings_of(workers, tmp_path / "run", [*settings, "train.epochs=2"])
+    assert said.startswith("the best checkpoint, of step")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (checkpoints / "best").read_text() == f"step-{summary['best_step']:09d}\n"
 
 
 def test_the_first_and_the_last_step_are_always_logged(workers, data, tmp_path):

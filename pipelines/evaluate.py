@@ -78,14 +78,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with failing_together("looking for the output's directory"):
             if world.rank == 0 and not output.absolute().parent.is_dir():
                 raise FileNotFoundError(f"--output {output}: there is no directory {output.parent}, make it first")
+            if world.rank == 0 and output.is_dir():
+                raise IsADirectoryError(f"--output {output} is a directory: name a file")
         run = load(options.run_dir, world, options.checkpoint, options.data, options.allow_other_data)
         times = (options.request_time,) if options.request_time else REQUEST_TIMES
         found = evaluate(run, options.split, times, options.filter_seen, options.users, not options.no_baselines)
         with failing_together("writing the result"):
             if world.rank == 0:
+                print(as_text(found), flush=True)
                 write_atomically(output, json.dumps(found, indent=1) + "\n")
         if world.rank == 0:
-            print(as_text(found), flush=True)
             get_logger(__name__).info("%s, %.1f s", output, found["seconds"])
     return 0
 

@@ -6,6 +6,7 @@ Exit code 1 if it does not fit, with what would.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -30,7 +31,9 @@ def parser() -> argparse.ArgumentParser:
         "--side-rows", type=_side, action="append", default=[], metavar="NAME=ROWS", help="of a side table"
     )
     found.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    found.add_argument("--memory-gb", type=float, help="of a device, or a process's share of a host (80; cpu: 16)")
+    found.add_argument(
+        "--memory-gb", type=_positive_number, help="of a device, or a process's share of a host (80; cpu: 16)"
+    )
     found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
 
@@ -39,6 +42,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be positive, not {value}")
+    return value
+
+
+def _positive_number(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be positive, not {value:g}")
     return value
 
 
@@ -62,6 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     gigabytes = options.memory_gb or {"cpu": 16.0, "cuda": 80.0}[options.device]
     cluster = planning.Cluster(options.nodes, options.procs_per_node, options.device, int(gigabytes * planning.GB))
     sides = dict(options.side_rows)
+    unknown = [name for name in sides if name not in config.tables.sides]
+    if unknown:
+        there = ", ".join(config.tables.sides) or "none"
+        print(f"--side-rows: tables.sides has no {', '.join(unknown)}; there are {there}", file=sys.stderr)
+        return 1
     tables = planning.described_tables(config, options.items, sides)
     print(
         f"{cluster.nodes} nodes x {cluster.per_node} processes on {cluster.device}, {gigabytes:g} GB each; "
@@ -79,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_sharding(found.parts))
     print(f"\nMemory of the busiest process, {found.events:,} events and {found.lookups:,} rows looked up at once:\n")
     print(_sizes(found.memory, "total", found.total))
+    if config.batch.max_tokens_per_rank is None:
+        bound = "batch.max_tokens_per_rank bounds it" if config.optimizer.kind == "adamw" else "leave room for it"
+        print(f"\nThese are a process's events in a mean step; where histories differ, the largest has more: {bound}.")
     if found.host:
         print(f"{'host memory, while a checkpoint is written':<48} {_size(found.host):>10}")
         print(f"{'the same for all processes of a node, at most':<48} {_size(found.host * cluster.per_node):>10}")

@@ -1,4 +1,4 @@
-"""Raw item ids and dense indices, both ways."""
+"""Raw item ids, and values of side features, and dense indices, both ways."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +14,16 @@ from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import resolve
 
 UNKNOWN = 0
+
+
+def side_values(dataset: Dataset, name: str) -> pa.Array:
+    """Raw values of a side feature of text, in the order of their indices, from 1."""
+    filesystem, inside = resolve(dataset.file(f"side-{name}.parquet"))
+    try:
+        table = pq.read_table(inside, columns=["value", "index"], filesystem=filesystem)
+    except (OSError, pa.ArrowInvalid, KeyError) as error:
+        raise DataError(f"{inside}: not readable: {error}") from None
+    return table.sort_by("index")["value"].combine_chunks()
 
 
 class Vocabulary:

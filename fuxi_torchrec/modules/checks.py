@@ -7,6 +7,8 @@ from torch import Tensor
 
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 
+_FAR = 2**62
+
 
 def batch(
     config: FuXiLinearConfig, like: Tensor, x: Tensor, offsets: Tensor, timestamps: Tensor, validate: bool | None
@@ -30,13 +32,15 @@ def batch(
     bounds: list[int] = offsets.tolist()
     if validate if validate is not None else x.device.type == "cpu":
         _values(x, bounds)
+        _passing(timestamps, bounds)
     return bounds
 
 
 def times(name: str, values: Tensor, count: int, device: torch.device) -> None:
     """Check a tensor of times."""
     if values.dtype != torch.int64:
-        raise ValueError(f"{name} must be int64, not {values.dtype}: floats cannot hold times exactly")
+        why = "floats cannot hold times exactly" if values.is_floating_point() else "convert it with .long()"
+        raise ValueError(f"{name} must be int64, not {values.dtype}: {why}")
     if values.shape != (count,):
         raise ValueError(f"{name} must be of shape ({count},), not {tuple(values.shape)}")
     if values.device != device:
@@ -56,4 +60,22 @@ def _values(x: Tensor, bounds: list[int]) -> None:
         if len(bad):
             raise ValueError(
                 f"x holds non-finite values in {len(bad)} of {len(x)} rows, the first is row {int(bad[0])}"
+            )
+
+
+def _passing(timestamps: Tensor, bounds: list[int]) -> None:
+    """Refuse times whose steps forward do not add up in 64 bits, as those of missing times may."""
+    if not len(timestamps):
+        return
+    low, high = int(timestamps.min()), int(timestamps.max())
+    if low < -_FAR or high > _FAR:
+        raise ValueError(f"timestamps must be within 2^62 of 0, not {low} to {high}: is a time missing?")
+    gaps = timestamps.diff().clamp(min=0).double()
+    if float(gaps.sum()) <= _FAR:
+        return
+    passed = torch.cat([gaps.new_zeros(1), gaps]).cumsum(0)  # at each event, since the first of all
+    for user, (a, b) in enumerate(itertools.pairwise(bounds)):
+        if b > a and float(passed[b - 1] - passed[a]) > _FAR:
+            raise ValueError(
+                f"timestamps of user {user} go forth and back by more than 2^62 in all: is a time missing among them?"
             )

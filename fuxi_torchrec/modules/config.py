@@ -73,8 +73,8 @@ class FuXiLinearConfig:
             raise ValueError(f"preset must be 'paper' or 'official', not {self.preset!r}")
         if not isinstance(self.dropout, int | float) or not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
-        if not isinstance(self.temporal_half_life, int | float) or not self.temporal_half_life > 0:
-            raise ValueError(f"temporal_half_life must be positive, not {self.temporal_half_life!r}")
+        if not isinstance(self.temporal_half_life, int | float) or not 1e-2 <= self.temporal_half_life <= 1e6:
+            raise ValueError(f"temporal_half_life must be .01 to 1e6 periods, not {self.temporal_half_life!r}")
         if self.preset == "official" and self.temporal_half_life != 1.0:
             raise ValueError("temporal_half_life belongs to the paper preset: official draws its decays")
         if not (self.use_retention or self.use_positional or self.use_temporal):

@@ -94,7 +94,7 @@ class FuXiLinearEncoder(nn.Module):
             x: (T, D) event rows of all users, one user after another.
             offsets: (B + 1,) int64 bounds of the users' rows; kept on the host it saves a device sync.
             timestamps: (T,) int64, in the unit of ``temporal_periods``.
-            request_timestamps: (B,) int64; before the user's last event it counts as a gap of 0.
+            request_timestamps: (B,) int64; before the user's last event nothing decays, the phase is its own.
             form: how to compute; the result is the same.
             validate: check values too (finite rows, monotone offsets); by default on the CPU only.
 
@@ -107,7 +107,8 @@ class FuXiLinearEncoder(nn.Module):
         checks.times("request_timestamps", request_timestamps, len(bounds) - 1, x.device)
         if not len(x):
             # connected to every parameter: a process without events still takes part in the gradients' reduction
-            return x + sum(p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad)
+            wide = x.to(torch.promote_types(x.dtype, self.positions.dtype))  # as with events, also under autocast
+            return wide + sum(p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad)
         sequences = Sequences(self.config, bounds, timestamps, request_timestamps, _wide(x.dtype))
         rows = self._embed(x, sequences.position_T)
         if form == "chunkwise":

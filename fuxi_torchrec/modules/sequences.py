@@ -26,6 +26,9 @@ def temporal_vectors(
     return phase_vectors(time, periods, dtype), query_vectors(phase_vectors(next_time, periods, dtype))
 
 
+_LEAST = 4  # events of a chunk that are worth one, however short histories are
+
+
 class Sequences:
     """The histories of B users, T events in all.
 
@@ -103,9 +106,12 @@ class Sequences:
         return key_THK, query_vectors(self._follow(key_THK, phase_vectors(self.request_B, periods, self.dtype)))
 
     def chunks(self, size: int) -> Chunks:
-        """The layout for a chunk size, which never exceeds what the longest history needs."""
-        longest = max((b - a for a, b in itertools.pairwise(self.offsets)), default=1)
+        """The layout for a chunk size, or less: what the longest history needs, and the short ones do not fill."""
+        lengths = [b - a for a, b in itertools.pairwise(self.offsets)]
+        longest = max(lengths, default=1)
         while size // 2 >= max(longest, 1):
+            size //= 2
+        while size > _LEAST and sum(-(-n // size) for n in lengths) * size > 2 * self.offsets[-1]:
             size //= 2
         if size not in self._layouts:
             self._layouts[size] = Chunks(self.offsets, size, self.device)

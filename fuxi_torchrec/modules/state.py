@@ -92,7 +92,7 @@ class EncoderState:
         return [self.count, self.pending_time, self.pending, *(x for block in self.memory for x in block.values())]
 
     def to_dict(self) -> dict[str, Tensor]:
-        """Plain tensors, users first, with version and fingerprint; for torch.save or safetensors."""
+        """Plain tensors, users first, with version and fingerprint; for torch.save or safetensors. Not copies."""
         plain = {"version": torch.tensor(VERSION), "fingerprint": torch.tensor(self.fingerprint)}
         plain |= {"count": self.count, "pending_time": self.pending_time, "pending": self.pending}
         return plain | {name: torch.stack([block[name] for block in self.memory], dim=1) for name in self.memory[0]}
@@ -122,14 +122,17 @@ class EncoderState:
     def to_bytes(self) -> Tensor:
         """One record of fixed size per user: (B, record size) uint8, on the host."""
         plain = self.to("cpu").to_dict()
-        header = torch.tensor([VERSION, self.fingerprint, 0, 0]).repeat(len(self), 1)
+        header = torch.tensor([VERSION, self.fingerprint, 0, 0], device="cpu").repeat(len(self), 1)
         header[:, 2], header[:, 3] = plain["count"], plain["pending_time"]
         columns = [header, *(plain[name].flatten(1) for name in ("pending", *self.memory[0]))]
         return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
 
     @classmethod
     def from_bytes(cls, records: Tensor, like: "EncoderState") -> "EncoderState":
-        """Back from :meth:`to_bytes`; ``like`` is any state of the encoder, ``init_state(0)`` for one."""
+        """Back from :meth:`to_bytes`; ``like`` is any state of the encoder, ``init_state(0)`` for one, on its device.
+
+        That the weights are those of then is not checked: keep a model's version beside the records.
+        """
         template = like.to_dict()
         rows = {name: template[name] for name in ("pending", *like.memory[0])}
         sizes = [tensor.element_size() * math.prod(tensor.shape[1:]) for tensor in rows.values()]
@@ -139,14 +142,15 @@ class EncoderState:
                 f"records must be uint8 of shape (users, {wanted}) for this encoder, "
                 f"not {records.dtype} of {tuple(records.shape)}"
             )
-        header, *parts = records.cpu().split([8 * _HEADER, *sizes], dim=1)
-        numbers = header.contiguous().view(torch.int64)
+        pieces = records.cpu().split([8 * _HEADER, *sizes], dim=1)
+        header, *parts = (piece.clone(memory_format=torch.contiguous_format) for piece in pieces)
+        numbers = header.view(torch.int64)
         for version, fingerprint in torch.unique(numbers[:, :2], dim=0).tolist():
             _check_origin(version, fingerprint, like)
         plain = dict(template, count=numbers[:, 2].clone(), pending_time=numbers[:, 3].clone())
         for (name, tensor), part in zip(rows.items(), parts, strict=True):
-            plain[name] = part.contiguous().view(tensor.dtype).reshape(len(records), *tensor.shape[1:])
-        return cls.from_dict(plain, like)
+            plain[name] = part.view(tensor.dtype).reshape(len(records), *tensor.shape[1:])
+        return cls.from_dict(plain, like).to(like.count.device)
 
 
 def _check_same(one: EncoderState, other: EncoderState) -> None:

@@ -5,7 +5,7 @@ items of equal popularity by index; a user's equally frequent items by how latel
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,6 +29,20 @@ class _Transitions:
         return self.successors[self.first[item] : self.first[item + 1]]
 
 
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of neighbouring items, each as one number, in order; and how often they came."""
+
+    codes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    times: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @staticmethod
+    def merge(parts: "Sequence[_Pairs]") -> "_Pairs":
+        codes, where = np.unique(np.concatenate([part.codes for part in parts]), return_inverse=True)
+        times = np.concatenate([part.times for part in parts])
+        return _Pairs(codes, np.bincount(where, weights=times, minlength=len(codes)).astype(np.int64))
+
+
 class Baselines:
     """Ranks of targets by rules that need no model.
 
@@ -48,13 +62,14 @@ class Baselines:
 
     def _count_transitions(self, maker: BatchMaker) -> _Transitions:
         items = len(self.known)
-        codes = np.zeros(0, np.int64)
-        times = np.zeros(0, np.int64)
+        merged, waiting = _Pairs(), list[_Pairs]()
         for before, after in maker.training_pairs():
             keep = self.known[before] & self.known[after]
-            found, count = np.unique(before[keep] * items + after[keep], return_counts=True)
-            codes, where = np.unique(np.concatenate([codes, found]), return_inverse=True)
-            times = np.bincount(where, weights=np.concatenate([times, count]), minlength=len(codes)).astype(np.int64)
+            waiting.append(_Pairs(*np.unique(before[keep] * items + after[keep], return_counts=True)))
+            if sum(len(part.codes) for part in waiting) >= len(merged.codes):  # few merges, of as much again each
+                merged, waiting = _Pairs.merge([merged, *waiting]), []
+        merged = _Pairs.merge([merged, *waiting])
+        codes, times = merged.codes, merged.times
         before, after = codes // items, codes % items
         order = np.lexsort((self._place[after], -times, before))
         first = np.searchsorted(before[order], np.arange(items + 1))

@@ -7,16 +7,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from fuxi_torchrec.config import Config, Sharding
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch, Items
 from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import resolve
 from fuxi_torchrec.data.reader import Block, Reader, SideColumn
-from fuxi_torchrec.data.vocabulary import Vocabulary
+from fuxi_torchrec.data.vocabulary import Vocabulary, side_values
 from fuxi_torchrec.distributed import World, failing_together, of_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, shard
@@ -222,19 +220,9 @@ def _side_map(config: Config, info: Info, dataset: Dataset, name: str, rows: int
     if not side.vocabulary:
         values = np.arange(side.cardinality)
         return np.where(values < rows, values, 0)
-    theirs, ours = (_side_values(each, name) for each in (own_dataset(config, info, dataset, name), dataset))
+    theirs, ours = (side_values(each, name) for each in (own_dataset(config, info, dataset, name), dataset))
     found = pc.fill_null(pc.add(pc.index_in(ours, value_set=theirs), 1), 0)
     return np.concatenate([[0], found.to_numpy(zero_copy_only=False)]).astype(np.int64)
-
-
-def _side_values(dataset: Dataset, name: str) -> pa.Array:
-    """Raw values by index, from 1."""
-    filesystem, inside = resolve(dataset.file(f"side-{name}.parquet"))
-    try:
-        table = pq.read_table(inside, columns=["value", "index"], filesystem=filesystem)
-    except (OSError, pa.ArrowInvalid, KeyError) as error:
-        raise DataError(f"{inside}: not readable: {error}") from None
-    return table.sort_by("index")["value"].combine_chunks()
 
 
 class RemappedReader(Reader):

@@ -23,7 +23,7 @@ from fuxi_torchrec.serving import requests
 from fuxi_torchrec.serving.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.bundle import ExportError
 from fuxi_torchrec.serving.recommender import Recommender
-from fuxi_torchrec.serving.times import NAMES, bounds, check_event_time, check_time, now
+from fuxi_torchrec.serving.times import NAMES, bounds, check_event_time, check_time, last_event, now
 
 logger = get_logger(__name__)
 
@@ -188,11 +188,17 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         ids = {"int64": Int64, "string": Text}
         UserId, ItemId = ids[manifest.user_id_type], ids[manifest.item_id_type]
         first, last = bounds(manifest.as_of, manifest.time_unit)
-        meant = Field(json_schema_extra={"minimum": first, "maximum": last})
-        Time, EventTime = (
-            Annotated[Whole, AfterValidator(partial(check, as_of=manifest.as_of, unit=manifest.time_unit)), meant]
-            for check in (check_time, check_event_time)
-        )
+        times = {"as_of": manifest.as_of, "unit": manifest.time_unit}
+        Time = Annotated[
+            Whole,
+            AfterValidator(partial(check_time, **times)),
+            Field(json_schema_extra={"minimum": first, "maximum": last}),
+        ]
+        EventTime = Annotated[
+            Whole,
+            AfterValidator(partial(check_event_time, **times)),
+            Field(json_schema_extra=lambda schema: schema.update(minimum=first, maximum=last_event(**times))),
+        ]
         Sides = _sides(recommender)
 
     class Recommend(_Strict):
@@ -365,6 +371,11 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
     async def prometheus() -> Response:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    def description() -> dict[str, Any]:
+        app.openapi_schema = None  # the latest time of an event goes with the clock
+        return FastAPI.openapi(app)
+
+    app.openapi = description  # type: ignore[method-assign]
     _answer_problems(app)
     app.add_middleware(_Guard, limits=allowed, metrics=metrics, paths=frozenset(r.path for r in app.routes))  # type: ignore[attr-defined]
     return app

@@ -1,3 +1,5 @@
+import pytest
+
 from fuxi_torchrec import config, strict_yaml
 
 
@@ -42,3 +44,9 @@ def test_the_command_prints_every_default_and_reads_it_back(capsys, tmp_path):
 def test_the_command_reports_bad_settings(capsys):
     assert config.main(["distributed.timeout_seconds=-1"]) == 1
     assert "timeout_seconds must be positive, not -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("written", ["{action: }", "{action: null, tags: {pooling: mean}}", "{action: {}}"])
+def test_a_side_feature_without_settings_has_the_defaults(written):
+    sides = config.load_config(overrides=[f"tables.sides={written}"]).tables.sides
+    assert sides["action"] == config.SideConfig()

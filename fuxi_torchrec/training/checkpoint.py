@@ -118,6 +118,11 @@ class Checkpoints:
         if about.best:
             write_atomically(self.directory / BEST, path.name + "\n")
 
+    def point_to_best(self, checkpoint: Path) -> None:
+        """Note which one is the best; call it on one process."""
+        if named(self.directory, BEST) != checkpoint:
+            write_atomically(self.directory / BEST, checkpoint.name + "\n")
+
     def _checksums(self, partial: Path, group: dist.ProcessGroup | None) -> dict[str, tuple[int, int]]:
         """Sizes and checksums of all files, each process reading its own."""
         own = {}

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from fuxi_torchrec.data.dataset import Dataset
-from fuxi_torchrec.data.vocabulary import Vocabulary
+from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.vocabulary import Vocabulary, side_values
 from fuxi_torchrec.distributed import World, failing_together, of_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.tables import ITEM_TABLE, table_of
@@ -32,6 +33,7 @@ def start_from(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
     new: dict[str, int] = {}
     with failing_together(f"comparing {other} with this run"):
         _check(other, found, own, dataset)
+        _check_sides(other, found, dataset)
         new = _new_rows(other, path, model)
     checkpoints.load(path, model, None, grown=True)
     logger.info(
@@ -49,6 +51,8 @@ def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:
     """By table, how many rows this run has beyond the checkpoint's; an error if it has fewer."""
     found, saved = {}, table_rows(path)
     for name, value in state_of(model, None).items():
+        if (table := table_of(name)) is not None and name not in saved:
+            raise TrainingError(f"--init-from {other}: it has no table {table}: tables.sides must be the same")
         if name in saved:
             table = table_of(name) or name
             found[table] = value.size(0) - saved[name]
@@ -77,3 +81,26 @@ def _check(other: Path, found: Identity, own: Identity, dataset: Dataset) -> Non
             f"--init-from {other}: its items have other indices than this dataset's: prepare the dataset with "
             "--extend over that run's"
         )
+
+
+def _check_sides(other: Path, found: Identity, dataset: Dataset) -> None:
+    """Texts of side features must have kept their rows, as far as the other run's dataset is there to tell."""
+    config = RunDirectory(other).read_config()
+    names = [side.name for side in dataset.info.sides if side.vocabulary and side.name in config.tables.sides]
+    if not names or found.dataset == dataset.info.fingerprint:
+        return
+    try:
+        theirs = Dataset.open(config.data.path)
+        if theirs.info.fingerprint != found.dataset:
+            raise DataError(f"{theirs.path} is not the run's dataset any more")
+        values = {name: side_values(theirs, name) for name in names}
+    except DataError as error:
+        logger.warning("--init-from %s: values of %s cannot be compared: %s", other, ", ".join(names), error)
+        return
+    for name, old in values.items():
+        ours = side_values(dataset, name)
+        if not ours[: len(old)].equals(old.cast(ours.type)):
+            raise TrainingError(
+                f"--init-from {other}: values of the side feature {name} have other indices than in {theirs.path}: "
+                "prepare the dataset with --extend over that run's"
+            )

@@ -50,6 +50,8 @@ from fuxi_torchrec.training.watch import Watch, peak_memory_mb
 
 logger = get_logger(__name__)
 
+_AT_ONCE = 2**22  # numbers that are looked at together
+
 
 def check_device(config: Config, world: World) -> None:
     """Refuse what the device cannot do; the same on every process."""
@@ -157,6 +159,7 @@ class Trainer:
                 info.progress.total_steps,
                 decay.final_lr,
             )
+        progress = of_rank_0("looking for the best checkpoint", lambda: self._with_best(info.progress))
         compared = self.validations.active and not self._ended(info.progress)
         if compared and info.progress.best_of not in (None, self.validations.measure):
             logger.warning(
@@ -166,8 +169,19 @@ class Trainer:
                 info.progress.best_metric,
                 info.progress.best_step,
             )
-            return info.progress.without_best()
-        return info.progress
+            return progress.without_best()
+        return progress
+
+    def _with_best(self, progress: Progress) -> Progress:
+        """A run that was killed before it noted its best checkpoint notes it now; one that is gone is not the best."""
+        if progress.best_step is None:
+            return progress
+        found = named(self.directory.checkpoints, str(progress.best_step))
+        if found is None:
+            logger.warning("the best checkpoint, of step %d, is gone: what comes is compared anew", progress.best_step)
+            return progress.without_best()
+        self.checkpoints.point_to_best(found)
+        return progress
 
     def _forget_metrics_after(self, step: int) -> None:
         with failing_together("cutting the metrics at the checkpoint"):
@@ -322,7 +336,9 @@ class Trainer:
         """Weights that are not finite must not take a good checkpoint's place: a collective."""
         values = [part.tensor for part in local_parts(self.model)]
         values += [value for name, value in self.model.named_parameters() if table_of(name) is None]
-        bad = torch.tensor(float(not all(bool(value.isfinite().all()) for value in values)))
+        # in parts: the masks of a whole table would be larger than the table
+        parts = (part for value in values for part in value.detach().reshape(-1).split(_AT_ONCE))
+        bad = torch.tensor(float(not all(bool(part.isfinite().all()) for part in parts)))
         dist.all_reduce(bad)
         if bad > 0:
             step = self.progress.step

@@ -33,6 +33,7 @@ BASE = {"dim": 16, "num_layers": 1, "num_heads": 2, "max_positions": 8, "tempora
         ({"ffn_dim": -1}, "ffn_dim must be a positive integer, not -1"),
         ({"dropout": 1.0}, "dropout must be at least 0 and below 1, not 1.0"),
         ({"preset": "mine"}, "preset must be 'paper' or 'official', not 'mine'"),
+        ({"temporal_half_life": float("inf")}, "temporal_half_life must be .01 to 1e6 periods, not inf"),
         ({"retention_chunk": 0}, "retention_chunk must be a positive integer, not 0"),
         ({"use_retention": False, "use_temporal": False, "use_positional": False}, "at least one channel is needed"),
     ],
@@ -58,6 +59,18 @@ def change(name, value):
         (change("offsets", torch.tensor([[0, 5]])), "offsets must be of shape (users + 1,), not (1, 2)"),
         (change("offsets", torch.zeros(0, dtype=torch.int64)), "offsets must be of shape (users + 1,), not (0,)"),
         (change("offsets", torch.tensor([1, 3, 5])), "offsets must start at 0, not 1"),
+        (
+            change("timestamps", torch.zeros(5, dtype=torch.int32)),
+            "timestamps must be int64, not torch.int32: convert it with .long()",
+        ),
+        (
+            change("timestamps", torch.tensor([1, 2, -(2**63), 4, 5])),
+            "timestamps must be within 2^62 of 0, not -9223372036854775808 to 5: is a time missing?",
+        ),
+        (
+            change("timestamps", torch.tensor([0, 17 * 10**17, 0, -(10**18), 4 * 10**18])),
+            "timestamps of user 1 go forth and back by more than 2^62 in all",
+        ),
         (change("offsets", torch.tensor([0, 4, 3, 5])), "offsets[2] = 3 after offsets[1] = 4"),
         (change("offsets", torch.tensor([0, 3, 6])), "offsets must end at the number of rows, 5, not 6"),
         (change("timestamps", torch.zeros(5)), "timestamps must be int64, not torch.float32"),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fuxi_torchrec import FuXiLinearConfig, FuXiLinearEncoder, geometric_periods
 from fuxi_torchrec.modules import encoder as encoder_module
+from fuxi_torchrec.modules.sequences import Sequences
 from fuxi_torchrec.modules.tests.batches import CHUNK, make_batch, make_encoder
 
 LENGTHS = st.lists(
@@ -152,6 +153,27 @@ def test_batches_without_events(lengths):
     encoder, batch = make_encoder(), make_batch(lengths)
     for form in ("chunkwise", "parallel", "recurrent"):
         assert encoder(*batch.inputs, form=form).shape == (0, 16)
+
+
+def test_short_histories_beside_a_long_one_are_not_padded_to_it():
+    encoder = make_encoder(retention_chunk=64, positional_chunk=64, temporal_chunk=64)
+    batch = make_batch([2] * 50 + [64])
+    times = (batch.timestamps, batch.request)
+    sequences = Sequences(encoder.config, batch.offsets.tolist(), *times, torch.float64)
+    assert sequences.chunks(64) is sequences.chunks(4)
+    alone = Sequences(encoder.config, [0, 64], batch.timestamps[100:], batch.request[50:], torch.float64)
+    assert alone.chunks(64) is not alone.chunks(32)
+    expected = encoder(*batch.inputs, form="parallel")
+    torch.testing.assert_close(encoder(*batch.inputs), expected, rtol=0, atol=1e-12)
+
+
+def test_no_events_have_the_dtype_of_events_under_autocast():
+    encoder = make_encoder(torch.float32)
+    for lengths in ([], [3]):
+        batch = make_batch(lengths, dtype=torch.float32)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=True):
+            x = batch.x.to(torch.float16)
+            assert encoder(x, *batch.inputs[1:]).dtype == torch.float32
 
 
 @pytest.mark.parametrize("scale", [1, 1000], ids=["seconds", "milliseconds"])

@@ -10,6 +10,7 @@ from fuxi_torchrec.modules import encoder as encoder_module
 from fuxi_torchrec.modules.tests.batches import make_batch, make_encoder
 
 PRESETS = ["paper", "official"]
+PINNED = 3287236146338742210  # of make_encoder's configuration
 
 
 def append_in_cuts(encoder, batch, cuts):
@@ -193,6 +194,18 @@ def test_states_own_their_tensors():
     assert empty.count.data_ptr() != empty.pending_time.data_ptr()
 
 
+@pytest.mark.parametrize("users", [1, 2])
+def test_records_are_copied_wherever_they_lie(users):
+    encoder, batch = make_encoder(), make_batch([3] * users)
+    state = encoder.append(encoder.init_state(users), batch.x, batch.offsets, batch.timestamps)
+    records = state.to_bytes()
+    buffer = torch.zeros(users, 3 + records.shape[1], dtype=torch.uint8)
+    buffer[:, 3:] = records  # a key before the value, so that nothing is aligned
+    again = EncoderState.from_bytes(buffer[:, 3:], encoder.init_state(0))
+    buffer.zero_()
+    assert torch.equal(encoder.query(again, batch.request), encoder.query(state, batch.request))
+
+
 def test_a_query_of_one_user_is_as_exact_as_one_of_many():
     """One row takes another path through the matrix library than many."""
     shape = {"dim": 256, "num_layers": 4, "num_heads": 4, "max_positions": 512, "kernel_dim": 32, "ffn_dim": 256}
@@ -209,4 +222,5 @@ def test_speed_settings_do_not_change_the_fingerprint():
         config, retention_chunk=128, temporal_chunk=32, dropout=0.5, activation_checkpointing=True
     )
     assert faster.fingerprint() == config.fingerprint()
+    assert config.fingerprint() == PINNED, "stored states and checkpoints of this configuration are refused"
     assert dataclasses.replace(config, preset="official").fingerprint() != config.fingerprint()
