@@ -16,16 +16,16 @@ def bounds(as_of: int, unit: str) -> tuple[int, int]:
 
     The present is always among them, also of an export with an event at a time to come.
     """
-    year, present = YEAR * PER_SECOND[unit], now(unit)
+    year, present = YEAR * PER_SECOND[unit], _today(unit)
     return max(0, min(as_of, present) - BEFORE * year), max(as_of, present) + AFTER * year
 
 
 def last_event(as_of: int, unit: str) -> int:
-    """The last time that an event can have: a day from now, for clocks that go wrong.
+    """The last time that an event can have: the end of tomorrow, for clocks that go wrong.
 
     An export that is ahead of the clock, most likely of made-up data, takes events of a year more.
     """
-    tomorrow = now(unit) + DAY * PER_SECOND[unit]
+    tomorrow = _today(unit) + 2 * DAY * PER_SECOND[unit]
     return tomorrow if as_of <= tomorrow else as_of + YEAR * PER_SECOND[unit]
 
 
@@ -81,3 +81,9 @@ def parse_time(text: str, unit: str) -> int:
 def now(unit: str) -> int:
     """The clock's time."""
     return time.time_ns() * PER_SECOND[unit] // 1_000_000_000
+
+
+def _today(unit: str) -> int:
+    """When the clock's day began, UTC: limits that move once a day can be written down."""
+    day = DAY * PER_SECOND[unit]
+    return now(unit) // day * day
