@@ -4,6 +4,7 @@ torchx run dist.ddp -j 1x2 -m integration_tests.hello_group
 """
 
 import argparse
+import time
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -24,9 +25,16 @@ def main() -> None:
     config = load_config(args.config, args.overrides)
     setup_logging(config.logging.level)
     with process_group(config.distributed.timeout_seconds, device_type="cpu") as world:
-        with failing_together("the check"):
-            if world.rank == args.fail:
-                raise ValueError(f"rank {world.rank} was told to fail")
+        try:
+            with failing_together("the check"):
+                if world.rank == args.fail:
+                    raise ValueError(f"rank {world.rank} was told to fail")
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+            torch.distributed.barrier()  # torchrun ends the others as soon as one has failed: all speak before
+            if world.rank != args.fail:
+                time.sleep(30)  # until it does
+            raise
         total = torch.tensor(world.rank + 1)
         torch.distributed.all_reduce(total)
         message = "hello from %d processes of %d threads, sum %d, seed %d"

@@ -41,6 +41,7 @@ def test_a_failing_worker_gives_exit_code_1_and_its_own_error_first():
     done = torchx("dist.ddp", "-j", "1x2", "--env", "OMP_NUM_THREADS=1", "-m", JOB, "--", "--fail", "1")
     assert done.returncode == 1
     assert "ValueError: rank 1 was told to fail" in done.stdout
+    assert "PeerError: the check failed on 1 of 2 ranks: rank 1: ValueError" in done.stdout
     root_cause = done.stdout[done.stdout.index("Root Cause") :]
     assert "rank      : 1 " in root_cause
     assert "ValueError: rank 1 was told to fail" in root_cause
