@@ -30,7 +30,7 @@ def main() -> None:
                 if world.rank == args.fail:
                     raise ValueError(f"rank {world.rank} was told to fail")
         except Exception as error:
-            print(f"{type(error).__name__}: {error}", flush=True)
+            get_logger("hello_group").error("%s: %s", type(error).__name__, error)
             torch.distributed.barrier()  # torchrun ends the others as soon as one has failed: all speak before
             if world.rank != args.fail:
                 time.sleep(30)  # until it does
