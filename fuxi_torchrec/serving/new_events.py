@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.sources import INTEGERS, csv_options, find_logs, literal, quote, time_sql
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.serving.append_log import LOG_FILE, read_log
+from fuxi_torchrec.serving.append_log import LOG_FILE, read_log, settled
 from fuxi_torchrec.serving.bundle import ITEMS, SIDES, Bundle, Manifest, SideTable
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary, side_values
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
@@ -194,26 +194,18 @@ def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, value
 
 def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Table, pa.Array]:
     """Events of a Recommender's log and who was forgotten; events before that are not among them."""
-    rows: dict[Any, list[list[Any]]] = {}
-    forgotten: dict[Any, None] = {}
-    number = 0
-    for record in read_log(directory).records:
-        for user in (*record.get("forget", ()), *record.get("forgotten", ())):
-            rows.pop(user, None)
-            forgotten[user] = None
-        for event in record.get("events", ()):
-            rows.setdefault(event[0], []).append([number, *event])
-            number += 1
-    ordered = sorted(row for events in rows.values() for row in events)
+    records = list(settled(read_log(directory).records))
+    forgotten = [user for record in records for user in record.get("forgotten", ())]
+    rows = [event for record in records for event in record.get("events", ())]
     columns = {
-        "user": pa.array([row[1] for row in ordered], ID_TYPES[manifest.user_id_type]),
-        "item": pa.array([row[2] for row in ordered], ID_TYPES[manifest.item_id_type]),
-        "time": pa.array([row[3] for row in ordered], pa.int64()),
+        "user": pa.array([row[0] for row in rows], ID_TYPES[manifest.user_id_type]),
+        "item": pa.array([row[1] for row in rows], ID_TYPES[manifest.item_id_type]),
+        "time": pa.array([row[2] for row in rows], pa.int64()),
     }
     for side in manifest.sides:
         kind = pa.string() if side.name in texts else pa.list_(pa.int64()) if side.multiple else pa.int64()
-        columns[side.name] = pa.array([(row[4] if len(row) > 4 else {}).get(side.name) for row in ordered], kind)
-    return pa.table(columns), pa.array(list(forgotten), ID_TYPES[manifest.user_id_type])
+        columns[side.name] = pa.array([(row[3] if len(row) > 3 else {}).get(side.name) for row in rows], kind)
+    return pa.table(columns), pa.array(forgotten, ID_TYPES[manifest.user_id_type])
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
