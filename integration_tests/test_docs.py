@@ -31,6 +31,17 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_sharded_example_runs_on_two_processes(tmp_path):
+    (code,) = [block for block in blocks(ROOT / "docs" / "plug-in.md") if "DistributedModelParallel" in block]
+    script = tmp_path / "sharded.py"
+    script.write_text(code)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"process {rank} of 2: loss" in done.stdout
+
+
 def test_links_between_pages_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
