@@ -282,8 +282,9 @@ def report(
         f"`python -m benchmarks.faults --kills {wanted}`. {harness.machine()}; load average {load:.1f}.\n\n"
         f"A run of {last} steps, a checkpoint every {EVERY}, launched through TorchX: {wanted} workers killed at any "
         f"moment, moved from {SIZES[0]} processes to {', '.join(map(str, SIZES[1:]))} by SIGTERM and a new launch. "
-        "*To recover*: from the kill until a step is trained again; most of it is starting Python and importing "
-        f"TorchRec (median {statistics.median(times):.1f} s). The undisturbed run took {seconds:.0f} s.\n\n"
+        f"*To recover*: from the kill until a step is trained again, {statistics.median(times):.1f} s in the median of "
+        "all kills, most of it starting Python and importing TorchRec. The undisturbed run took "
+        f"{seconds:.0f} s.\n\n"
         f"{harness.table([*head, 's to save when asked to stop', 's to leave'], rows)}\n\n"
         f"Losses of all {last} steps against the undisturbed run on {SIZES[0]} processes: at most {differ:.1e} apart, "
         f"the last {final:.1e}.\n\n" + "\n".join(f"* {aim}" for aim in aims)

@@ -109,7 +109,7 @@ class LossConfig:
         "shared", "one pool a step; per position; all items; or this process's targets with logQ"
     )
     num_negatives: int = _key(1024, "shared: of the pool; uniform: of each position")
-    metric: Literal["l2", "dot"] = _key("l2", "score: cosine, or plain product")
+    metric: Literal["l2", "dot"] = _key("l2", "score: cosine, or product")
     temperature: float = _key(0.05, "divides the scores")
     weighting: Literal["position", "user", "sqrt"] = _key(
         "position", "a sequence of n targets weighs n, 1, or the root of n"
