@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from fuxi_torchrec.config import Config, DataConfig, LossConfig
 from fuxi_torchrec.data.batches import BatchMaker, Items
-from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan
@@ -34,6 +34,22 @@ def plan_of(config: Config) -> Plan:
     batch = config.batch
     tokens = DEFAULT_TOKENS if batch.tokens is None and batch.users is None else batch.tokens
     return Plan(batch.max_length, batch.cut, tokens, batch.users, batch.streams, batch.shuffle_blocks, config.seed)
+
+
+def remarks(config: Config, info: DatasetInfo) -> list[str]:
+    """What is allowed in a run, and is most likely not meant."""
+    found = []
+    longest, positions = config.batch.max_length, config.model.max_positions
+    if longest < positions:
+        found.append(
+            f"batch.max_length = {longest} and model.max_positions = {positions}: positions from {longest} on are not "
+            "trained and stay random; set both equal"
+        )
+    unused = [side.name for side in info.sides if side.name not in config.tables.sides]
+    if unused:
+        names = ", ".join(unused)
+        found.append(f"the dataset has side features that the model does not read: {names}; name them in tables.sides")
+    return found
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from fuxi_torchrec.training.feed import Feed, Step, StepMaker
 from fuxi_torchrec.training.interruption import StopRequest, Watchdog
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
-from fuxi_torchrec.training.run_data import RunData, plan_of
+from fuxi_torchrec.training.run_data import RunData, plan_of, remarks
 from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, SUMMARY, RunDirectory
 from fuxi_torchrec.training.saving import Saver
 from fuxi_torchrec.training.start_from import start_from
@@ -117,6 +117,8 @@ class Trainer:
         self.pauses: list[float] = []  # of training, for each save
         with failing_together("writing down the run"):  # nothing was refused
             if world.rank == 0:
+                for remark in remarks(config, self.data.dataset.info):
+                    logger.warning("%s", remark)
                 directory.write_config(config)
                 directory.clear_preempted()
                 if latest is None or not directory.has_items():

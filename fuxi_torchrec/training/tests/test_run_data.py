@@ -1,0 +1,39 @@
+import dataclasses
+
+import pytest
+
+from fuxi_torchrec.config import load_config
+from fuxi_torchrec.data.dataset import Dataset, SideInfo
+from fuxi_torchrec.data.prepare import prepare_synthetic
+from fuxi_torchrec.data.synthetic import SyntheticConfig
+from fuxi_torchrec.training.run_data import remarks
+
+PERIODS = "model.temporal_periods=[3600, 86400]"
+EQUAL = ["batch.max_length=64", "model.max_positions=64", PERIODS]
+
+
+@pytest.fixture(scope="module")
+def info(tmp_path_factory):
+    path = tmp_path_factory.mktemp("remarks") / "data"
+    prepare_synthetic(SyntheticConfig(users=3, max_length=8), path)
+    return Dataset.open(path).info
+
+
+def with_side(info):
+    return dataclasses.replace(info, sides=(SideInfo("action", multiple=False, cardinality=4, vocabulary=True),))
+
+
+def test_nothing_is_said_of_what_is_meant(info):
+    assert remarks(load_config(None, EQUAL), info) == []
+    assert remarks(load_config(None, [*EQUAL, "tables.sides={action: {}}"]), with_side(info)) == []
+
+
+def test_positions_that_training_does_not_reach_are_named(info):
+    (remark,) = remarks(load_config(None, ["batch.max_length=64", "model.max_positions=100", PERIODS]), info)
+    assert "batch.max_length = 64 and model.max_positions = 100" in remark
+    assert "positions from 64 on" in remark
+
+
+def test_side_features_that_are_not_read_are_named(info):
+    (remark,) = remarks(load_config(None, EQUAL), with_side(info))
+    assert "does not read: action; name them in tables.sides" in remark
