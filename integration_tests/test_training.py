@@ -63,6 +63,18 @@ def test_operational_settings_do_not_change_the_losses(workers, data, tmp_path, 
     assert differ(expected, found) < 1e-5
 
 
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+def test_a_pipeline_goes_on_after_a_validation_with_what_it_has_read_ahead(workers, data, tmp_path, sharding):
+    settings = [*data, f"tables.sharding={sharding}", "train.max_steps=8", "validation.every_epochs=0.5"]
+    base, ahead = (
+        workers(2).run(runs.run, tmp_path / kind, [*settings, f"train.pipeline={kind}"])[0]
+        for kind in ("base", "sparse_dist")
+    )
+    validated = [line for line in (tmp_path / "base" / "metrics.jsonl").read_text().splitlines() if "ndcg@10" in line]
+    assert len(validated) >= 2
+    assert differ(base, ahead) < 1e-5
+
+
 @pytest.mark.parametrize("negatives", ["uniform", "full", "in_batch"])
 def test_every_kind_of_negatives_trains(workers, data, tmp_path, negatives):
     settings = [*data, "train.max_steps=10", f"loss.negatives={negatives}", "loss.num_negatives=16"]

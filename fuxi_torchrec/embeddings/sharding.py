@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.remote_device import _remote_device
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -271,10 +272,19 @@ def copied(value: Any) -> Any:
     """A copy in host memory, divided among processes as the value is."""
     if not isinstance(value, ShardedTensor):
         return value.detach().to("cpu", copy=True)
-    local = [Shard(part.tensor.detach().to("cpu", copy=True), part.metadata) for part in value.local_shards()]
+    local = [Shard(part.tensor.detach().to("cpu", copy=True), on_host(part.metadata)) for part in value.local_shards()]
+    metadata = copy.deepcopy(value.metadata())
+    metadata.shards_metadata = [on_host(part) for part in metadata.shards_metadata]
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local, sharded_tensor_metadata=value.metadata(), process_group=value._process_group
+        local, sharded_tensor_metadata=metadata, process_group=value._process_group
     )
+
+
+def on_host(part: ShardMetadata) -> ShardMetadata:
+    """A part's description with its place in the memory of the process's host: torch compares it with the tensor's."""
+    assert isinstance(part.placement, _remote_device)
+    place = f"rank:{part.placement.rank()}/cpu"
+    return ShardMetadata(list(part.shard_offsets), list(part.shard_sizes), place)
 
 
 def clipped(value: Any, rows: int) -> Any:

@@ -215,7 +215,7 @@ class Trainer:
                 self.save(self._validated)
             self.saver.wait()
         if self._finished():
-            logger.info("nothing to do: the run is at step %d", self.progress.step)
+            logger.info("nothing to do: the run is at step %d, %s", self.progress.step, self._why_finished())
             return
         feed = Feed(self._steps(), self.data.tables.needs_equal_bags)
         pipeline = make_pipeline(config.train.pipeline, self.model, self.optimizer, self.world.device)
@@ -286,6 +286,14 @@ class Trainer:
 
     def _finished(self) -> bool:
         return self._ended(self.progress) or self.validations.enough(self.progress)
+
+    def _why_finished(self) -> str:
+        if self._ended(self.progress):
+            return "which is all that train.epochs and train.max_steps ask for"
+        return (
+            f"after {self.validations.patience} validations without a better one: to go on, raise validation.patience "
+            "or set it to null"
+        )
 
     def _steps(self) -> Iterator[Step]:
         config = self.config
@@ -455,7 +463,9 @@ class _Done:
 
 @contextmanager
 def _detached(pipeline: Any) -> Iterator[None]:
-    """The model without what a pipeline put around its lookups; the pipeline's next step puts it back."""
+    """The model without what a pipeline put around its lookups."""
     if hasattr(pipeline, "detach"):
         pipeline.detach()
     yield
+    if hasattr(pipeline, "attach"):
+        pipeline.attach(sparse_dist=False)  # ids of the batch that it has read ahead are on their way already

@@ -58,4 +58,4 @@ class ValidationPlan:
 
     def enough(self, progress: Progress) -> bool:
         """Whether training stops early."""
-        return self.patience is not None and progress.validations_since_best >= self.patience
+        return self.active and self.patience is not None and progress.validations_since_best >= self.patience

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.metadata import ShardMetadata
 
 from fuxi_torchrec.config import BatchConfig, Config, OptimizerConfig, SideConfig, TablesConfig
 from fuxi_torchrec.embeddings.inputs import agree
@@ -19,6 +20,7 @@ from fuxi_torchrec.embeddings.sharding import (
     like_weight,
     local_parts,
     make_plan,
+    on_host,
     placements,
     plan_to_json,
     table_states,
@@ -396,3 +398,9 @@ def refusal():
 def test_every_process_refuses_a_plan(workers):
     assert len(set(workers(4).run(refusal))) == 1
     assert workers(4).run(refusal)[3].startswith("tables.sharding: item_table has 3 rows")
+
+
+def test_a_part_copied_from_an_accelerator_is_described_as_the_hosts():
+    part = on_host(ShardMetadata([4, 0], [3, 8], "rank:1/cuda:1"))
+    assert (part.shard_offsets, part.shard_sizes) == ([4, 0], [3, 8])
+    assert (part.placement.rank(), part.placement.device()) == (1, torch.device("cpu"))
