@@ -8,7 +8,12 @@ from fuxi_torchrec.data.batches import SideFeature
 from fuxi_torchrec.embeddings.inputs import bags, padded
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE
 
-_AT_ONCE = 2**16  # rows of a lookup
+_AT_ONCE = 2**16  # rows that all processes together look up
+
+
+def rows_at_once(processes: int) -> int:
+    """Of a lookup by each process: row-wise, every process holds partial sums of all processes' rows."""
+    return max(1024, _AT_ONCE // processes)
 
 
 @torch.no_grad()
@@ -23,8 +28,9 @@ def item_rows(items: nn.Module, ids: Tensor, dim: int, device: torch.device) -> 
     most = torch.tensor(len(ids))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     rows = torch.empty(len(ids), dim, device=device)
-    for begin in range(0, int(most), _AT_ONCE):
-        part = ids[begin : begin + _AT_ONCE]
-        wanted = padded(bags([ITEM_FEATURE], [SideFeature(part)]), min(_AT_ONCE, int(most) - begin))
+    size = rows_at_once(dist.get_world_size())
+    for begin in range(0, int(most), size):
+        part = ids[begin : begin + size]
+        wanted = padded(bags([ITEM_FEATURE], [SideFeature(part)]), min(size, int(most) - begin))
         rows[begin : begin + len(part)] = items(wanted.to(device)).values()[: len(part)]
     return rows

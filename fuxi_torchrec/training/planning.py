@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fuxi_torchrec.config import Config
+from fuxi_torchrec.embeddings.rows import rows_at_once
 from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, ITEM_TABLE, Table, Tables
 from fuxi_torchrec.modules.config import FuXiLinearConfig
@@ -160,15 +161,22 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
     moments = 2 * held if adamw else rows
     exchanged = sum(ranks * bags[t.name] * t.dim for t in tables.all if t.sharding == "row_wise")
     candidates = lookups - events if config.loss.negatives != "uniform" else config.loss.num_negatives
+    step = {
+        "activations": activation_bytes(config.model, events),
+        "looked-up rows, targets, their gradients": FLOAT * dim * (4 * lookups + 8 * events),
+        "partial sums of row-wise lookups": FLOAT * exchanged,
+        "loss": FLOAT * max(LOGITS, dim * candidates),
+    }
+    # a validation holds the catalogue once more, when what belongs to a step is gone
+    share = -(-tables.items.rows // ranks) + ranks * rows_at_once(ranks)
+    validation = FLOAT * dim * share if config.validation.every_epochs is not None else 0
     found = {
         "tables": FLOAT * held,
         "tables' gradients": FLOAT * (held if adamw else replicated),
         "tables' optimizer": FLOAT * moments,
         "encoder, its gradients and averages": FLOAT * 4 * encoder,
-        "activations": activation_bytes(config.model, events),
-        "looked-up rows, targets, their gradients": FLOAT * dim * (4 * lookups + 8 * events),
-        "partial sums of row-wise lookups": FLOAT * exchanged,
-        "loss": FLOAT * max(LOGITS, dim * candidates),
+        **step,
+        "validation, beyond a step's own": max(0, validation - sum(step.values())),
         "libraries": int(_PROCESS[cluster.device]),
     }
     copy = FLOAT * (held + moments + 3 * encoder) if config.checkpoint.background else 0
@@ -293,6 +301,8 @@ def _options(config: Config, cluster: Cluster) -> dict[str, _Step]:
         found[f"optimizer.kind=rowwise_adagrad{note}"] = adagrad
     if config.loss.negatives in ("full", "uniform"):
         found["loss.negatives=shared"] = section("loss", negatives="shared", num_negatives=1024)
+    if config.validation.every_epochs is not None:
+        found["validation.every_epochs=null"] = section("validation", every_epochs=None)
     if not model.activation_checkpointing:
         found["model.activation_checkpointing=true"] = section("model", activation_checkpointing=True)
     if config.optimizer.kind == "adamw" and batch.max_tokens_per_rank is None:

@@ -82,7 +82,7 @@ def test_a_hundred_million_items_fit_64_devices_of_80_gb():
 
 def test_what_does_not_fit_comes_with_changes_that_do():
     one = Cluster(1, 1, "cuda", 80 * GB)
-    config, found = plan_for(one)
+    config, found = plan_for(one, 100_000_000, "validation.every_epochs=null")
     assert not found.fits(one)
     changes = changes_that_fit(config, 100_000_000, {}, one)
     assert {change.settings for change in changes} >= {("optimizer.kind=rowwise_adagrad",), ("--nodes 4",)}
@@ -100,3 +100,16 @@ def test_row_wise_lookups_send_a_row_to_every_process_and_data_parallel_tables_t
     assert copies.sent["item_table: gradients, all-reduce"] == 2 * 3 * 10_001 * 128
     _, alone = plan_for(dataclasses.replace(cluster, per_node=1), 10_000)
     assert sum(alone.sent.values()) == 0
+
+
+def test_a_validation_holds_the_catalogue_once_more_while_no_step_does():
+    name = "validation, beyond a step's own"
+    _, found = plan_for(EIGHT_NODES, 1_000_000_000)
+    step = sum(size for part, size in found.memory.items() if part.startswith(("activ", "looked", "partial", "loss")))
+    catalogue = -(-1_000_000_001 // 64) * 128 * 4
+    assert catalogue < found.memory[name] + step < 1.01 * catalogue
+    _, without = plan_for(EIGHT_NODES, 1_000_000_000, "validation.every_epochs=null")
+    assert without.memory[name] == 0
+    assert found.total - without.total == found.memory[name]
+    _, small = plan_for(EIGHT_NODES, 10_000)
+    assert small.memory[name] == 0
