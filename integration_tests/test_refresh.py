@@ -38,9 +38,10 @@ def write(path, rows):
 def export(run_dir, output, as_of=None):
     from fuxi_torchrec.retrieval import export as exporting
     from fuxi_torchrec.retrieval import export_users as users
+    from fuxi_torchrec.retrieval import loading
     from fuxi_torchrec.retrieval.export_job import ExportOptions
 
-    users._TOKENS, users._PART_USERS = 200, 9  # several parts a process
+    loading._TOKENS, users._PART_USERS = 200, 9  # several parts a process
     options = ExportOptions(as_of=as_of, truncate=True, state_min_events=20, programs=False)
     return exporting.export(small.load(run_dir), output, options).users
 

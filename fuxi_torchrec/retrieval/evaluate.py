@@ -17,7 +17,6 @@ from fuxi_torchrec.retrieval.baselines import NAMES, Baselines
 from fuxi_torchrec.retrieval.loading import Loaded, RetrievalError
 from fuxi_torchrec.training.progress import ProgressLines
 from fuxi_torchrec.training.ranking import Catalogue, Metrics, Queries
-from fuxi_torchrec.training.shares import Shares
 from fuxi_torchrec.training.validation import EVERYTHING, sample_users
 
 logger = get_logger(__name__)
@@ -31,8 +30,6 @@ HeldOut = Literal["test", "valid"]
 BUCKETS = (20, 50, 200, 1_000, 5_000)
 BUCKET_NAMES = [*(f"<={bound}" for bound in BUCKETS), f">{BUCKETS[-1]}"]
 
-_TOKENS = 2**15  # events of a batch on a process
-_STATE_BYTES = 2**27  # of a batch's states, about
 _RANKED_USERS = 512  # scored together: matrix products of fewer are slower
 
 
@@ -104,9 +101,7 @@ def evaluate(
             )
         rows = sample_users(having, users, run.config.seed)
         rules = Baselines(run.maker, run.items.known, run.items.counts) if baselines else None
-    shares = Shares.of(
-        rows, np.minimum(lengths[rows], max_length), world.size, _TOKENS, max(1, _STATE_BYTES // state_bytes(run))
-    )
+    shares = run.shares(rows, np.minimum(lengths[rows], max_length))
     dim, metric = run.tables.items.dim, run.config.loss.metric
     catalogue = Catalogue(run.module.items, torch.from_numpy(run.items.ids), dim, metric, world)
     model, others = {each: Bucketed() for each in request_times}, {name: Bucketed() for name in NAMES}
@@ -157,11 +152,6 @@ def evaluate(
         "seconds": round(time.monotonic() - began, 2),
     }
     return {**about, **found}
-
-
-def state_bytes(run: Loaded) -> int:
-    """Of one user."""
-    return run.encoder.init_state(1).to_bytes().shape[1]
 
 
 def _whole(run: Loaded, batch: EventBatch, part: HeldOut) -> EventBatch:

@@ -67,7 +67,7 @@ class ExportJob:
         self.world, self.metric = run.world, run.config.loss.metric
         self.own_files: list[str] = []
         self.read_files: dict[str, FileEntry] = {}
-        self.record_bytes = run.encoder.init_state(1).to_bytes().shape[1]
+        self.record_bytes = run.record_bytes
         pooling = {table.feature: table.pooling for table in run.tables.sides}
         self.sides = tuple(
             SideTable(side.name, side.multiple, pooling[side.name])

@@ -18,12 +18,9 @@ from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bou
 from fuxi_torchrec.serving.parts import Users, part_name, write_histories, write_users
 from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
 from fuxi_torchrec.training.progress import ProgressLines
-from fuxi_torchrec.training.shares import Shares
 
 logger = get_logger(__name__)
 
-_TOKENS = 2**15  # events of a batch on a process
-_STATE_BYTES = 2**27  # of a batch's states, about
 _PART_EVENTS, _PART_USERS = 2**22, 2**16  # of a file of users
 
 
@@ -35,7 +32,7 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
     rows = np.flatnonzero(lengths > 0)
     encoded = np.minimum(lengths[rows], max_length)
     _show_states(job, encoded)
-    shares = Shares.of(rows, encoded, job.world.size, _TOKENS, max(1, _STATE_BYTES // job.record_bytes))
+    shares = run.shares(rows, encoded)
     plan = [_parts(batches, encoded, rows) for batches in shares.batches]
     number = sum(max(each, default=-1) + 1 for each in plan[: job.world.rank])  # of this process's first part
     until = job.as_of if job.as_of < run.dataset.info.last_time else None

@@ -27,12 +27,16 @@ from fuxi_torchrec.training.checkpoint_info import CheckpointError, Info, find_c
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.run_data import split_of
 from fuxi_torchrec.training.run_directory import ITEMS, KnownItems, RunDirectory
+from fuxi_torchrec.training.shares import Shares
 from fuxi_torchrec.training.unshard import plain_name
 from fuxi_torchrec.training.validation import event_rows
 
 logger = get_logger(__name__)
 
 Ints = NDArray[np.int64]
+
+_TOKENS = 2**15  # events of a batch on a process
+_STATE_BYTES = 2**27  # of a batch's states, about
 
 
 class RetrievalError(ValueError):
@@ -79,6 +83,20 @@ class Loaded:
     def encoder(self) -> FuXiLinearEncoder:
         """Every process has all of it."""
         return self.module.head.encoder
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a user's state."""
+        return int(self.encoder.init_state(1).to_bytes().shape[1])
+
+    def shares(self, users: Ints, events: Ints) -> Shares:
+        """Users divided among processes and into batches whose events and states are bounded.
+
+        Args:
+            users: rows in order.
+            events: of each of them that are encoded.
+        """
+        return Shares.of(users, events, self.world.size, _TOKENS, max(1, _STATE_BYTES // self.record_bytes))
 
     def states(self, batch: EventBatch) -> EncoderState:
         """The users of a batch after their events: a collective."""
