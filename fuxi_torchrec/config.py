@@ -7,6 +7,7 @@ Sections are frozen dataclasses; ``help`` in a field's metadata is the comment s
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ class LossConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be positive, not {self.temperature}")
         _check_least(self, num_negatives=1)
 
@@ -145,14 +146,14 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "clip_norm", "table_lr", "scalar_lr"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, not {value}")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
         if not 0.0 <= self.final_lr <= 1.0:
             raise ValueError(f"final_lr is a share between 0 and 1, not {self.final_lr}")
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must not be negative, but is {self.weight_decay}")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be a number, not negative, but is {self.weight_decay}")
         if self.kind == "rowwise_adagrad" and self.clip_norm is not None:
             raise ValueError(
                 "clip_norm needs all gradients before the update, rowwise_adagrad updates tables in the backward "
@@ -187,7 +188,7 @@ class ValidationConfig:
     filter_seen: bool = _operational(False, "leave items of the user's own history out of the candidates")
 
     def __post_init__(self) -> None:
-        if self.every_epochs is not None and not self.every_epochs > 0:
+        if self.every_epochs is not None and not 0 < self.every_epochs < math.inf:
             raise ValueError(f"every_epochs must be positive, not {self.every_epochs}")
         _check_least(self, users=1, patience=1)
 
@@ -214,7 +215,7 @@ class DistributedConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.timeout_seconds > 0:
+        if not 0 < self.timeout_seconds < math.inf:
             raise ValueError(f"timeout_seconds must be positive, not {self.timeout_seconds}")
 
 

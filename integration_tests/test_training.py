@@ -156,6 +156,13 @@ def test_init_from_takes_old_rows_over_and_starts_new_ones(workers, tmp_path):
     assert workers(2).run(runs.run, tmp_path / "run2-2", two)[0].keys() == {1, 2, 3}
 
 
+def test_init_from_another_encoder_says_what_differs(workers, data, tmp_path):
+    settings = [*data, "train.max_steps=1"]
+    workers(2).run(runs.run, tmp_path / "first", settings)
+    with pytest.raises(WorkerError, match=r"model\.num_layers is 2 there and 1 here.*Take its settings"):
+        workers(2).run(runs.run, tmp_path / "next", [*settings, "model.num_layers=1"], init_from=tmp_path / "first")
+
+
 def test_init_from_over_side_features_that_have_more_values(workers, tmp_path):
     from fuxi_torchrec.data.prepare import PrepareOptions, prepare
     from fuxi_torchrec.data.sources import events
@@ -250,6 +257,9 @@ def test_validation_keeps_the_best_checkpoint_and_stops_early(workers, data, tmp
     workers(2).run(runs.run, tmp_path / "run", settings)
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before, "a run that stopped early stays so"
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary and summary["seconds"] > 0
+    more = f"train.max_steps={summary['step'] + 1}"
+    workers(2).run(runs.run, tmp_path / "run", [*settings, more, "validation.every_epochs=null"])
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == summary["step"] + 1
 
 
 def test_a_run_stopped_before_its_last_validation_has_it_when_started_again(workers, data, tmp_path):

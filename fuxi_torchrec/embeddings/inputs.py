@@ -75,12 +75,6 @@ class ModelInput(Pipelineable):
             if each.name != "offsets" and isinstance(value, Tensor | KeyedJaggedTensor):
                 value.record_stream(stream)
 
-    def pin_memory(self) -> "ModelInput":
-        """In page-locked memory."""
-        held = {each.name: getattr(self, each.name) for each in fields(self)}
-        pinned: dict[str, Any] = {k: v.pin_memory() for k, v in held.items() if hasattr(v, "pin_memory")}
-        return replace(self, **pinned)
-
 
 @dataclass(frozen=True)
 class Candidates:

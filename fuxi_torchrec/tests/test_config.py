@@ -50,3 +50,13 @@ def test_the_command_reports_bad_settings(capsys):
 def test_a_side_feature_without_settings_has_the_defaults(written):
     sides = config.load_config(overrides=[f"tables.sides={written}"]).tables.sides
     assert sides["action"] == config.SideConfig()
+
+
+FLOATS = "optimizer.lr optimizer.weight_decay loss.temperature validation.every_epochs distributed.timeout_seconds"
+
+
+@pytest.mark.parametrize("key", FLOATS.split())
+@pytest.mark.parametrize("value", [".nan", ".inf"])
+def test_numbers_that_are_none_are_refused(key, value):
+    with pytest.raises(strict_yaml.ConfigError, match=key.partition(".")[2]):
+        config.load_config(None, [f"{key}={value}"])

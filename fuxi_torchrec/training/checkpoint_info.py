@@ -144,7 +144,7 @@ def read_info(path: Path) -> Info:
     """What a checkpoint says of itself; its files are not looked at."""
     where = path / INFO
     if not where.exists():
-        raise CheckpointError(f"{where} is missing: {_DAMAGED}")
+        raise CheckpointError(f"{where} is missing: {_reason(path)}")
     try:
         plain = json.loads(where.read_text())
         if plain["format"] != FORMAT:
@@ -157,11 +157,17 @@ def read_info(path: Path) -> Info:
         raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}; {_DAMAGED}") from None
 
 
+def _reason(path: Path) -> str:
+    if path.exists():
+        return _DAMAGED
+    return "a running job has removed the checkpoint meanwhile: start again, or raise its checkpoint.keep_last"
+
+
 def check_file(path: Path, name: str, size: int, crc: int) -> None:
     """Refuse a file that is not as it was written."""
     file = path / name
     if not file.exists():
-        raise CheckpointError(f"{file} is missing: {_DAMAGED}")
+        raise CheckpointError(f"{file} is missing: {_reason(path)}")
     if file.stat().st_size != size:
         raise CheckpointError(f"{file} has {file.stat().st_size} bytes where {size} were written: {_DAMAGED}")
     if crc32_of(file) != crc:

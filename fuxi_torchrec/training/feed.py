@@ -40,7 +40,7 @@ class StepMaker:
 
     Args:
         loss: what is compared with what.
-        counts: (items + 1,) training events of each item, or targets where not every event is one.
+        counts: (items + 1,) how often each item is a target; used by ``in_batch`` alone.
         known: ids of the known items, in order.
         tables: what is looked up.
         seed: of the draws.

@@ -95,10 +95,10 @@ class RunData:
         return RunData(dataset, maker, items, tables)
 
     def pool_counts(self, config: LossConfig) -> Ints:
-        """How often each item is expected among targets, up to a factor: what in-batch negatives are weighed by."""
-        if config.negatives == "in_batch" and self.dataset.info.has_target:
-            return self.maker.item_counts(targets=True)
-        return self.items.counts
+        """How often each known item is a training target: what in-batch negatives are weighed by."""
+        if config.negatives != "in_batch":
+            return self.items.counts
+        return np.where(self.items.known, self.maker.item_counts(targets=True), 0)
 
     def identity(self, config: Config) -> Identity:
         """What a checkpoint of this run belongs to."""

@@ -1,6 +1,9 @@
 """Starting a run from the weights of another, over a vocabulary that may have grown."""
 
+import dataclasses
 from pathlib import Path
+
+import pyarrow as pa
 
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.errors import DataError
@@ -9,6 +12,7 @@ from fuxi_torchrec.distributed import World, failing_together, of_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.tables import ITEM_TABLE, table_of
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.training.checkpoint import Checkpoints, state_of, table_rows
 from fuxi_torchrec.training.checkpoint_info import Identity, find_checkpoint
 from fuxi_torchrec.training.errors import TrainingError
@@ -32,7 +36,7 @@ def start_from(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
     found = checkpoints.read_info(path).identity
     new: dict[str, int] = {}
     with failing_together(f"comparing {other} with this run"):
-        _check(other, found, own, dataset)
+        _check(other, found, own, dataset, model.module.head.encoder.config)
         _check_sides(other, found, dataset)
         new = _new_rows(other, path, model)
     checkpoints.load(path, model, None, grown=True)
@@ -64,11 +68,23 @@ def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:
     return found
 
 
-def _check(other: Path, found: Identity, own: Identity, dataset: Dataset) -> None:
+def _check(other: Path, found: Identity, own: Identity, dataset: Dataset, model: FuXiLinearConfig) -> None:
     if found.time_unit != own.time_unit:
-        raise TrainingError(f"--init-from {other}: its times are in {found.time_unit}, this run's in {own.time_unit}")
+        raise TrainingError(
+            f"--init-from {other}: its times are in {found.time_unit}, this run's in {own.time_unit}: prepare the "
+            f"dataset in {found.time_unit}, or train from the beginning"
+        )
     if found.encoder != own.encoder:
-        raise TrainingError(f"--init-from {other}: its encoder has another configuration")
+        theirs = RunDirectory(other).read_config().model
+        differ = [
+            f"model.{key.name} is {getattr(theirs, key.name)} there and {getattr(model, key.name)} here"
+            for key in dataclasses.fields(model)
+            if getattr(theirs, key.name) != getattr(model, key.name)
+        ]
+        raise TrainingError(
+            f"--init-from {other}: its encoder has another configuration: {'; '.join(differ) or 'of another version'}. "
+            "Take its settings, or train from the beginning"
+        )
     if found.items > own.items:
         raise TrainingError(
             f"--init-from {other}: it has {found.items} items and this run {own.items}: prepare the dataset "
@@ -76,6 +92,11 @@ def _check(other: Path, found: Identity, own: Identity, dataset: Dataset) -> Non
         )
     theirs = Vocabulary.read(str(other / "items.parquet")).ids
     ours = Vocabulary.of(dataset).ids
+    if pa.types.is_integer(ours.type) != pa.types.is_integer(theirs.type):
+        raise TrainingError(
+            f"--init-from {other}: its item ids are of type {theirs.type}, this dataset's {ours.type}: prepare the "
+            "dataset with --extend over that run's"
+        )
     if not ours[: found.items].equals(theirs.cast(ours.type)):
         raise TrainingError(
             f"--init-from {other}: its items have other indices than this dataset's: prepare the dataset with "

@@ -1,12 +1,14 @@
 import dataclasses
 
+import numpy as np
 import pytest
 
 from fuxi_torchrec.config import load_config
 from fuxi_torchrec.data.dataset import Dataset, SideInfo
 from fuxi_torchrec.data.prepare import prepare_synthetic
 from fuxi_torchrec.data.synthetic import SyntheticConfig
-from fuxi_torchrec.training.run_data import remarks
+from fuxi_torchrec.training.run_data import RunData, remarks
+from fuxi_torchrec.training.run_directory import RunDirectory
 
 PERIODS = "model.temporal_periods=[3600, 86400]"
 EQUAL = ["batch.max_length=64", "model.max_positions=64", PERIODS]
@@ -37,3 +39,16 @@ def test_positions_that_training_does_not_reach_are_named(info):
 def test_side_features_that_are_not_read_are_named(info):
     (remark,) = remarks(load_config(None, EQUAL), with_side(info))
     assert "does not read: action; name them in tables.sides" in remark
+
+
+def test_in_batch_negatives_are_weighed_by_how_often_known_items_are_targets(tmp_path):
+    path = tmp_path / "data"
+    prepare_synthetic(SyntheticConfig(users=50, items=40, groups=4, window=5, max_length=30), path)
+    given = [*EQUAL, f"data.path={path}", "data.min_item_events=30", "loss.negatives=in_batch"]
+    config = load_config(None, given)
+    data = RunData.open(config, RunDirectory(tmp_path / "run"), resumed=False)
+    known, counts = data.items.known, data.pool_counts(config.loss)
+    assert 0 < known.sum() < 40
+    assert (counts[~known] == 0).all()
+    pairs = np.concatenate([after for _, after in data.maker.training_pairs()])
+    assert counts.tolist() == np.where(known, np.bincount(pairs, minlength=41), 0).tolist()
