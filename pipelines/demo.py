@@ -30,8 +30,9 @@ class Stage:
     command: str
 
 
-def synthetic_stages(root: Path) -> list[Stage]:
+def synthetic_stages(directory: Path) -> list[Stage]:
     """On made-up histories with habits, some beyond 10,000 events."""
+    root = shlex.quote(str(directory))
     return [
         Stage(
             "make up an event log with daily and weekly habits, and a second one with what comes after it",
@@ -54,8 +55,9 @@ def synthetic_stages(root: Path) -> list[Stage]:
     ]
 
 
-def movielens_stages(root: Path, source: Path) -> list[Stage]:
+def movielens_stages(directory: Path, source: Path) -> list[Stage]:
     """On MovieLens-1M as published."""
+    root = shlex.quote(str(directory))
     return [
         Stage(
             "sort the ratings into one history per user",
@@ -66,7 +68,7 @@ def movielens_stages(root: Path, source: Path) -> list[Stage]:
     ]
 
 
-def training_stages(root: Path, config: str, *settings: str) -> list[Stage]:
+def training_stages(root: str, config: str, *settings: str) -> list[Stage]:
     """Training, its curve, what it is worth, and its vectors."""
     more = " ".join([f"data.path={root}/data", *settings])
     return [
@@ -94,9 +96,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="everything is written below it; an earlier demo there is removed",
     )
     options = parser.parse_args(arguments)
-    directory = options.directory
-    if options.data is not None and not options.data.exists():
-        print(f"{options.data}: no such file or directory", file=sys.stderr)
+    directory, data = options.directory, options.data
+    if data is not None and not data.exists():
+        print(f"{data}: no such file or directory", file=sys.stderr)
         return 1
     if directory.exists() and not (directory / MARK).exists():
         print(f"{directory} exists and is not a demo's: name another --directory", file=sys.stderr)
@@ -104,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     (directory / MARK).touch()
-    stages = synthetic_stages(directory) if options.data is None else movielens_stages(directory, options.data)
+    shown = in_repository(directory)
+    stages = synthetic_stages(shown) if data is None else movielens_stages(shown, in_repository(data))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     began, times = time.monotonic(), []
     for number, stage in enumerate(stages, 1):
@@ -117,6 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
     print(summary(directory, stages, times, time.monotonic() - began))
     return 0
+
+
+def in_repository(path: Path) -> Path:
+    """A path as commands that run in the repository name it, wherever this was called."""
+    whole = path.absolute()
+    return whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole
 
 
 def summary(directory: Path, stages: Sequence[Stage], times: Sequence[float], total: float) -> str:

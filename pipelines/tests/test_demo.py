@@ -1,3 +1,6 @@
+import shlex
+from pathlib import Path
+
 from pipelines import demo
 
 
@@ -16,3 +19,11 @@ def test_an_earlier_demo_is_replaced(tmp_path, monkeypatch, capsys):
         assert "the demo stopped: this command ended with exit code 1" in capsys.readouterr().err
         (tmp_path / "demo" / "left").mkdir()
     assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == [".demo", "left"]
+
+
+def test_commands_name_paths_as_the_repository_sees_them(tmp_path, monkeypatch):
+    assert demo.in_repository(demo.ROOT / "runs" / "demo") == Path("runs/demo")
+    monkeypatch.chdir(tmp_path)
+    assert demo.in_repository(Path("here")) == tmp_path / "here"
+    for stage in demo.synthetic_stages(Path("my demo")):
+        assert any(word.startswith(("my demo", "data.path=my demo")) for word in shlex.split(stage.command))
