@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,11 @@ PAGES = ["training", "model", "retrieval", "serving", "operations", "data-format
 
 
 def commands(page):
-    """Of a page's ``sh`` blocks."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    return [line for block in blocks for line in block.splitlines()]
+    """Of a page's ``sh`` blocks; what is in ``py`` blocks runs in between, on what the commands have made."""
+    found = []
+    for kind, block in re.findall(r"^```(sh|py)\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE):
+        found += block.splitlines() if kind == "sh" else [f"python -c {shlex.quote(block)}"]
+    return found
 
 
 @pytest.mark.timeout(900)
