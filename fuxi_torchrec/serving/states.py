@@ -6,7 +6,6 @@ when the machine stopped fails its checksum and is reported by :meth:`StateFile.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,9 +128,8 @@ class StateFile:
         rows = np.arange(first, first + len(records))
         self._check(records, len(rows))
         if len(rows):
-            os.truncate(self.path, HEADER_BYTES + (first + len(rows)) * self.slot_bytes)
+            self._write(first, self._slots(records, flags))
             self._map()
-            self._mapped[first:] = self._slots(records, flags)
         return rows
 
     def put(self, rows: Sequence[int] | Ints | Tensor, records: Tensor, flags: int = 0) -> None:
@@ -176,6 +174,15 @@ class StateFile:
         self._mapped = np.memmap(
             self.path, np.uint8, "r+" if self.writable else "r", HEADER_BYTES, (records, self.slot_bytes)
         )
+
+    def _write(self, first: int, slots: Bytes) -> None:
+        """Lengthen the file. A full disk is an error here; written through the mapping it would end the process."""
+        try:
+            with self.path.open("r+b") as file:
+                file.seek(HEADER_BYTES + first * self.slot_bytes)
+                file.write(slots.data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def _slots(self, records: Tensor, flags: int) -> Bytes:
         slots = np.zeros((len(records), self.slot_bytes), np.uint8)

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -65,6 +67,16 @@ def test_a_stopped_append_leaves_no_half_record(states, tmp_path):
     assert len(again) == 5
     assert again.append(some_records(1, seed=3)).tolist() == [5]
     assert again.get(range(6))[1].all()
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(states, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda self, mode: open("/dev/full", mode))
+        with pytest.raises(OSError, match="No space left on device: .*part-00000.bin"):
+            states.append(some_records(3, seed=1))
+    assert len(states) == 5
+    assert states.append(some_records(2, seed=2)).tolist() == [5, 6]
+    assert states.get(range(7))[1].all()
 
 
 def test_an_empty_file_and_empty_batches_are_legal(tmp_path):
