@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.sources import INTEGERS, csv_options, find_logs, literal, quote, time_sql
+from fuxi_torchrec.data.sources import FILE, INTEGERS, csv_options, find_logs, literal, quote, read_files, time_sql
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log, settled
 from fuxi_torchrec.serving.bundle import ITEMS, SIDES, Bundle, Manifest, SideTable
@@ -131,6 +131,7 @@ def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) ->
         try:
             reader = _reader(files, kind, columns, manifest, values)
             types = {row[0]: row[1] for row in connection.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()}
+            types.pop(FILE)
             for name in {columns.user, columns.item, columns.time} & types.keys():
                 # a CSV column without values is text to DuckDB
                 empty = f"SELECT count(*) FROM {reader} WHERE {quote(name)} IS NOT NULL"
@@ -144,19 +145,18 @@ def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) ->
 
 
 def _reader(files: Sequence[str], kind: str, columns: LogColumns, manifest: Manifest, values: Values) -> str:
-    names = ", ".join(literal(name) for name in files)
     if kind == "parquet":
         for name in files:
             try:
                 pq.ParquetFile(name).close()
             except Exception as error:
                 raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
-        return f"read_parquet([{names}], union_by_name = true)"
+        return read_files(files, "read_parquet", ", union_by_name = true")
     # text stays as it is written: 007 is not 7
     ids = ((columns.user, manifest.user_id_type), (columns.item, manifest.item_id_type))
     text = [f"{literal(name)}: 'VARCHAR'" for name in (*(name for name, kind in ids if kind == "string"), *values)]
     types = f", types = {{{', '.join(text)}}}" if text else ""
-    return f"read_csv([{names}], {csv_options(files)}{types})"
+    return read_files(files, "read_csv", f", {csv_options(files)}{types}")
 
 
 def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, values: Values, file: str) -> str:

@@ -4,6 +4,7 @@ import zipfile
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -60,6 +61,18 @@ def test_globs_string_ids_and_timestamps(tmp_path):
     dataset, users, _ = read(tmp_path / "set")
     assert users == {"ann": [("z", 1577836804000), ("x", 1577836805000)], "bob": [("y", 1577836801000)]}
     assert dataset.info.time_unit == "ms"
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_files_named_like_patterns_are_read_once_each(tmp_path, kind):
+    (tmp_path / "logs").mkdir()
+    names = ["log1", "log[1]", "log*", "log?"]
+    for number, name in enumerate(names):
+        table = pa.table({"user": [number], "item": [5], "time": [1_600_000_000]})
+        path = tmp_path / "logs" / f"{name}.{kind}"
+        pq.write_table(table, path) if kind == "parquet" else pyarrow.csv.write_csv(table, path)
+    prepare(events(tmp_path / "logs"), tmp_path / "set")
+    assert {user: len(rows) for user, rows in read(tmp_path / "set")[1].items()} == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 def test_sides_targets_and_conditions(log, tmp_path):

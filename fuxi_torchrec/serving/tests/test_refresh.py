@@ -314,6 +314,15 @@ def test_an_empty_log_and_timestamps_as_dates(tmp_path):
     assert users_of(tmp_path / "c")[1].row["last_time"] == 1767225600
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_files_named_like_patterns_are_read_once_each(tmp_path, kind):
+    _, last = small(tmp_path)
+    (tmp_path / "logs").mkdir()
+    for user, name in ((50, "log1"), (51, "log[1]")):
+        Log([(user, 1001, last, {})]).write(tmp_path / "logs" / f"{name}.{kind}")
+    assert refresh(tmp_path / "a", tmp_path / "logs", tmp_path / "b").new_users == 2
+
+
 @pytest.mark.parametrize("kind", [pa.int32(), pa.uint32(), pa.int64(), pa.uint64(), pa.timestamp("us")])
 def test_times_of_every_type_that_datasets_are_made_of(tmp_path, kind):
     small(tmp_path)
