@@ -132,11 +132,13 @@ def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) ->
             reader = _reader(files, kind, columns, manifest, values)
             types = {row[0]: row[1] for row in connection.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()}
             types.pop(FILE)
-            for name in {columns.user, columns.item, columns.time} & types.keys():
+            numbers = dict.fromkeys((columns.user, columns.item, columns.time), "BIGINT")
+            numbers |= {s.name: "BIGINT" + "[]" * s.multiple for s in manifest.sides if s.name not in values}
+            for name in numbers.keys() & types.keys():
                 # a CSV column without values is text to DuckDB
                 empty = f"SELECT count(*) FROM {reader} WHERE {quote(name)} IS NOT NULL"
                 if types[name] == "VARCHAR" and connection.execute(empty).fetchall() == [(0,)]:
-                    types[name] = "BIGINT"
+                    types[name] = numbers[name]
             query = _query(types, columns, manifest, values, files[0])
             found: pa.Table = connection.sql(f"SELECT {query} FROM {reader}").to_arrow_table()
         except duckdb.Error as error:

@@ -314,6 +314,18 @@ def test_an_empty_log_and_timestamps_as_dates(tmp_path):
     assert users_of(tmp_path / "c")[1].row["last_time"] == 1767225600
 
 
+@pytest.mark.parametrize("text", ["", "1,1001,{last},,\n"])
+def test_a_csv_without_side_values(tmp_path, text):
+    demo = replace(DEMO, sides=SIDES)
+    log = random_log(np.random.default_rng(0), demo, range(8), 20)
+    export_of(tmp_path / "a", log, range(8), demo)
+    last = max(row[2] for row in log.rows)
+    (tmp_path / "e.csv").write_text("user_id,item_id,timestamp,action,tags\n" + text.format(last=last))
+    assert refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b").touched_users == bool(text)
+    new = without_sides([(1, 1001, last, {})] if text else [])
+    check_equals_full_export(tmp_path / "b", [log, new], demo, range(8))
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_files_named_like_patterns_are_read_once_each(tmp_path, kind):
     _, last = small(tmp_path)
