@@ -24,6 +24,8 @@ from fuxi_torchrec.serving.times import check_time, last_event
 
 logger = get_logger(__name__)
 
+SIDE = "side_"  # before the names of side features, one of which may be "user" or "time"
+
 
 @dataclass(frozen=True)
 class LogColumns:
@@ -87,7 +89,7 @@ def read_events(
     items = Vocabulary.read(bundle).find(raw_items)
     rows = bundle.side_rows()
     sides = {
-        side.name: _side(table[side.name], side, str(path), values.get(side.name), rows[side.name])
+        side.name: _side(table[SIDE + side.name], side, str(path), values.get(side.name), rows[side.name])
         for side in manifest.sides
     }
     encoded = users.dictionary_encode()
@@ -107,6 +109,7 @@ def read_events(
 def _digest(table: pa.Table, forgotten: pa.Array) -> str:
     """Of the events, whatever files they are in, and of who was forgotten."""
     plain = table.combine_chunks().take(pa.array(np.arange(len(table))))  # buffers that hold nothing else
+    plain = plain.rename_columns([name.removeprefix(SIDE) for name in plain.column_names])  # as earlier exports have it
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, plain.schema) as writer:
         writer.write_table(plain)
@@ -123,7 +126,7 @@ Values = dict[str, dict[str, int]]  # of side features with text values: value t
 
 
 def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) -> pa.Table:
-    """Columns user, item, time and side features, in the order of the files."""
+    """Columns user, item, time and those of side features, in the order of the files."""
     import duckdb
 
     files, kind = find_logs(path)
@@ -184,13 +187,13 @@ def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, value
     wanted.append(f'{time} AS "time"')
     for side in manifest.sides:
         if side.name in values:
-            wanted.append(f"CAST({quote(side.name)} AS VARCHAR) AS {quote(side.name)}")
+            wanted.append(f"CAST({quote(side.name)} AS VARCHAR) AS {quote(SIDE + side.name)}")
             continue
         kind = types[side.name].removesuffix("[]")
         if kind not in INTEGERS or types[side.name].endswith("[]") != side.multiple:
             shape = "lists of dense indices" if side.multiple else "dense indices"
             raise DataError(f"{file}: side column {side.name} is {types[side.name]}: the export needs {shape}")
-        wanted.append(f"CAST({quote(side.name)} AS BIGINT{'[]' * side.multiple}) AS {quote(side.name)}")
+        wanted.append(f"CAST({quote(side.name)} AS BIGINT{'[]' * side.multiple}) AS {quote(SIDE + side.name)}")
     return ", ".join(wanted)
 
 
@@ -206,7 +209,8 @@ def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Tab
     }
     for side in manifest.sides:
         kind = pa.string() if side.name in texts else pa.list_(pa.int64()) if side.multiple else pa.int64()
-        columns[side.name] = pa.array([(row[3] if len(row) > 3 else {}).get(side.name) for row in rows], kind)
+        found = [(row[3] if len(row) > 3 else {}).get(side.name) for row in rows]
+        columns[SIDE + side.name] = pa.array(found, kind)
     return pa.table(columns), pa.array(forgotten, ID_TYPES[manifest.user_id_type])
 
 

@@ -1,5 +1,6 @@
 """A refreshed export is the export that would have been made of everything at once."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.serving.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError
-from fuxi_torchrec.serving.demo import DAY, START, DemoExport
+from fuxi_torchrec.serving.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError, SideTable
+from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
+from fuxi_torchrec.serving.new_events import read_events
 from fuxi_torchrec.serving.parts import part_name
 from fuxi_torchrec.serving.refresh import refresh
 from fuxi_torchrec.serving.states import StateFile
@@ -312,6 +314,30 @@ def test_an_empty_log_and_timestamps_as_dates(tmp_path):
     (tmp_path / "d.csv").write_text("user_id,item_id,timestamp\n1,1001,2026-01-01 00:00:00\n")
     refresh(tmp_path / "a", tmp_path / "d.csv", tmp_path / "c")
     assert users_of(tmp_path / "c")[1].row["last_time"] == 1767225600
+
+
+@pytest.mark.parametrize("texts", [(), ("user", "time")])
+def test_side_features_named_like_ours(tmp_path, texts):
+    sides = tuple(SideTable(name, multiple=False, pooling="sum") for name in ("user", "time"))
+    write_demo_export(tmp_path / "a", replace(DEMO, sides=sides, text_sides=texts))
+    time = Bundle.open(tmp_path / "a").manifest.as_of
+    value = "value-3" if texts else 3
+    events = Log([(7, 1001, time, {"user": value, "time": value}), (99, 1002, time, {"user": value, "time": value})])
+    refresh(tmp_path / "a", events.write(tmp_path / "e.parquet", sides), tmp_path / "b")
+    found = users_of(tmp_path / "b")
+    assert len(found) == DEMO.users + 1 and found[99].history.times.tolist() == [time]
+    for user in (7, 99):
+        assert [found[user].history.sides[side.name][-1] for side in sides] == [3, 3]
+
+
+def test_events_keep_the_digest_that_earlier_exports_have_written_down(tmp_path):
+    export_of(tmp_path / "a", Log(), range(3), replace(DEMO, sides=SIDES[:1]))
+    events = Log([(1, 1001, START, {"action": 4})]).write(tmp_path / "e.parquet", SIDES[:1])
+    table, sink = pa.table({"user": [1], "item": [1001], "time": [START], "action": [4]}), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    expected = hashlib.sha256(sink.getvalue()).hexdigest()
+    assert read_events(events, Bundle.open(tmp_path / "a")).digest == expected
 
 
 @pytest.mark.parametrize("text", ["", "1,1001,{last},,\n"])
