@@ -20,7 +20,7 @@ from fuxi_torchrec.serving.bundle import ITEMS, SIDES, Bundle, Manifest, SideTab
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary, side_values
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
 from fuxi_torchrec.serving.parts import ID_TYPES, combined
-from fuxi_torchrec.serving.times import check_time, last_event
+from fuxi_torchrec.serving.times import bounds, check_time, last_event
 
 logger = get_logger(__name__)
 
@@ -73,19 +73,13 @@ def read_events(
     """
     bundle.check(ITEMS, SIDES)
     manifest, values = bundle.manifest, side_values(bundle)
-    forgotten = pa.array([], ID_TYPES[manifest.user_id_type])
+    forgotten, files = pa.array([], ID_TYPES[manifest.user_id_type]), list[str]()
     if (Path(path) / LOG_FILE).exists():
         table, forgotten = _own_log(Path(path), manifest, values)
     else:
-        table = _load(str(path), columns or LogColumns(), manifest, values)
-    last = last_event(manifest.as_of, manifest.time_unit)
-    present = table["time"].drop_null().to_numpy()
-    if len(present) and np.median(present) > last:  # not a few bad rows
-        _check_unit(int(np.median(present)), str(path), manifest)
-    table, bad = _without_bad_rows(table, str(path), on_bad_rows, last)
+        table, files = _load(str(path), columns or LogColumns(), manifest, values)
+    table, bad = _without_bad_rows(table, str(path), files, on_bad_rows, manifest)
     users, raw_items, times = combined(table["user"]), combined(table["item"]), table["time"].to_numpy()
-    if len(times):
-        _check_unit(int(times.min()), str(path), manifest)
     items = Vocabulary.read(bundle).find(raw_items)
     rows = bundle.side_rows()
     sides = {
@@ -125,8 +119,8 @@ def _digest(table: pa.Table, forgotten: pa.Array) -> str:
 Values = dict[str, dict[str, int]]  # of side features with text values: value to index
 
 
-def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) -> pa.Table:
-    """Columns user, item, time and those of side features, in the order of the files."""
+def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) -> tuple[pa.Table, list[str]]:
+    """Columns user, item, time and those of side features, in the order of the files; and these."""
     import duckdb
 
     files, kind = find_logs(path)
@@ -146,7 +140,23 @@ def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) ->
             found: pa.Table = connection.sql(f"SELECT {query} FROM {reader}").to_arrow_table()
         except duckdb.Error as error:
             raise DataError(f"{path}: {str(error).split(chr(10))[0]}") from None
-    return found
+    return found, files
+
+
+def _place(row: int, files: Sequence[str]) -> str:
+    """A row of all files together, as one of a file: counted from 1."""
+    import duckdb
+
+    if len(files) < 2:
+        return f"row {row + 1}"
+    how = ("read_parquet",) if files[0].endswith(".parquet") else ("read_csv", f", {csv_options(files)}")
+    with duckdb.connect(":memory:", config={"threads": 2}) as connection:
+        for name in files:
+            ((count,),) = connection.execute(f"SELECT count(*) FROM {read_files([name], *how)}").fetchall()
+            if row < count:
+                break
+            row -= count
+    return f"row {row + 1} of {name}"
 
 
 def _reader(files: Sequence[str], kind: str, columns: LogColumns, manifest: Manifest, values: Values) -> str:
@@ -217,29 +227,35 @@ def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Tab
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _check_unit(time: int, path: str, manifest: Manifest) -> None:
-    """Refuse a time that cannot be meant, most likely of another unit."""
+def _check_unit(times: Ints, path: str, manifest: Manifest) -> None:
+    """Refuse times that cannot be meant, most likely of another unit; a few of them are bad rows."""
+    if not len(times):
+        return
     try:
-        check_time(time, manifest.as_of, manifest.time_unit)
+        check_time(int(np.median(times)), manifest.as_of, manifest.time_unit)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
 
 
-def _without_bad_rows(table: pa.Table, path: str, on_bad_rows: str, last: int) -> tuple[pa.Table, dict[str, int]]:
-    bad = {f"{name} is null": pc.is_null(table[name]) for name in ("user", "item", "time")}
-    bad["time is negative"] = pc.fill_null(pc.less(table["time"], 0), False)
-    bad["time is yet to come"] = pc.fill_null(pc.greater(table["time"], last), False)
-    counts = {reason: int(pc.sum(mask).as_py() or 0) for reason, mask in bad.items()}
-    counts = {reason: count for reason, count in counts.items() if count}
+def _without_bad_rows(
+    table: pa.Table, path: str, files: Sequence[str], on_bad_rows: str, manifest: Manifest
+) -> tuple[pa.Table, dict[str, int]]:
+    times = pc.fill_null(table["time"], -1).to_numpy()
+    bad = {f"{name} is null": pc.is_null(table[name]).to_numpy() for name in ("user", "item", "time")}
+    bad["time is negative"] = (times < 0) & ~bad["time is null"]
+    _check_unit(times[~np.logical_or.reduce([*bad.values()])], path, manifest)
+    first, _ = bounds(manifest.as_of, manifest.time_unit)
+    bad["time is too early"] = (times >= 0) & (times < first)
+    bad["time is yet to come"] = times > last_event(manifest.as_of, manifest.time_unit)
+    counts = {reason: int(mask.sum()) for reason, mask in bad.items() if mask.any()}
     if not counts:
         return table, {}
-    any_bad = np.logical_or.reduce([bad[reason].to_numpy() for reason in counts])
+    any_bad = np.logical_or.reduce([*bad.values()])
     said = "; ".join(f"{count:,} rows: {reason}" for reason, count in counts.items())
     if on_bad_rows == "error":
-        first = int(np.flatnonzero(any_bad)[0]) + 1
+        place = _place(int(np.flatnonzero(any_bad)[0]), files)
         raise DataError(
-            f"{path}: bad rows: {said}; the first is row {first}. Mend the log, or leave them out with "
-            "--on-bad-rows skip"
+            f"{path}: bad rows: {said}; the first is {place}. Mend the log, or leave them out with --on-bad-rows skip"
         )
     logger.warning("%s: bad rows left out: %s", path, said)
     return table.filter(pa.array(~any_bad)), counts

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -268,7 +269,7 @@ def test_a_killed_refresh_leaves_nothing_in_the_way(tmp_path):
     ("text", "message"),
     [
         ("user_id,item_id\n1,2\n", r"no column timestamp; the columns are user_id, item_id"),
-        ("user_id,item_id,timestamp\n1,,5\n", r"1 rows: item is null; the first is row 1"),
+        ("user_id,item_id,timestamp\n1,,1703000000\n", r"1 rows: item is null; the first is row 1"),
         ("user_id,item_id,timestamp\nx,1001,1700000000\n", r"column user_id is VARCHAR, the export has user ids of"),
         ("user_id,item_id,timestamp\n1,1001,1700000000000\n", r"1700000000000 looks like milliseconds"),
         ("user_id,item_id,timestamp\n1,1001,soon\n", r"column timestamp is VARCHAR: times must be integers"),
@@ -277,6 +278,11 @@ def test_a_killed_refresh_leaves_nothing_in_the_way(tmp_path):
             "user_id,item_id,timestamp\n1,1001,1703000000\n2,1001,1703000000\n1,1002,4102358400\n",
             r"1 rows: time is yet to come; the first is row 3",
         ),
+        (
+            "user_id,item_id,timestamp\n1,1001,1703000000\n2,1001,0\n1,1002,1703000000\n",
+            r"1 rows: time is too early; the first is row 2",
+        ),
+        ("user_id,item_id,timestamp\n1,1001,1700000\n1,1002,1703000000\n1,1002,1700000\n", r"time 1700000 must be"),
         ("", "the file is empty"),
     ],
 )
@@ -290,9 +296,25 @@ def test_bad_logs_are_refused(tmp_path, text, message):
 
 def test_bad_rows_can_be_left_out(tmp_path):
     _, last = small(tmp_path)
-    (tmp_path / "e.csv").write_text(f"user_id,item_id,timestamp\n1,,5\n1,1001,{last}\n,1001,{last}\n")
+    lines = ["1,,5", f"1,1001,{last}", f",1001,{last}", "2,1001,0", f"2,1001,{last}"]
+    (tmp_path / "e.csv").write_text("\n".join(["user_id,item_id,timestamp", *lines]))
     summary = refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b", on_bad_rows="skip")
-    assert summary.bad_rows == {"user is null": 1, "item is null": 1} and summary.touched_users == 1
+    # the row without an item is too early as well
+    assert summary.bad_rows == {"user is null": 1, "item is null": 1, "time is too early": 2}
+    assert summary.touched_users == 2
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_bad_row_is_named_with_its_file(tmp_path, kind):
+    _, last = small(tmp_path)
+    for name, times in (("1", [last, last]), ("2", []), ("3", [last, last, 0]), ("4", [0])):
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        table = pa.table({"user_id": [1] * len(times), "item_id": [1001] * len(times), "timestamp": times})
+        table = table.cast(pa.schema([(each, pa.int64()) for each in table.column_names]))
+        path = tmp_path / "logs" / f"{name}.{kind}"
+        pq.write_table(table, path) if kind == "parquet" else pyarrow.csv.write_csv(table, path)
+    with pytest.raises(DataError, match=rf"2 rows: time is too early; the first is row 3 of .*/3\.{kind}\. Mend"):
+        refresh(tmp_path / "a", tmp_path / "logs", tmp_path / "b")
 
 
 def test_a_side_value_that_the_model_does_not_know_counts_as_unknown(tmp_path):
