@@ -185,21 +185,26 @@ def test_long_users_and_many_files(tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "ROW_GROUP_EVENTS", 500)
     monkeypatch.setattr(writer, "FILE_EVENTS", 2_000)
     generator = np.random.default_rng(0)
-    user = np.repeat([1, 2, 3, 4, 5], [10, 3_000, 5, 700, 450])
+    lengths = [10, 3_000, 5, 700, 450, 40]
+    user = np.repeat([1, 2, 3, 4, 5, 6], lengths)
     time = generator.permutation(len(user)) + 1_600_000_000
     item = generator.integers(0, 9, len(user))
     pq.write_table(pa.table({"user": user, "item": item, "time": time}), tmp_path / "log.parquet")
     info = prepare(events(tmp_path / "log.parquet"), tmp_path / "set")
     _, users, _ = read(tmp_path / "set")
-    assert [len(history) for history in users.values()] == [10, 3_000, 5, 700, 450]
+    assert [len(history) for history in users.values()] == lengths
     for number, history in users.items():
         order = np.argsort(time[user == number])
         assert history == list(
             zip(item[user == number][order].tolist(), np.sort(time[user == number]).tolist(), strict=True)
         )
-    assert len(info.files) > 1
-    groups = pq.ParquetFile(tmp_path / "set" / info.files[0].name).metadata.num_row_groups
-    assert groups >= 1
+    groups = []
+    for file in info.files:
+        parquet = pq.ParquetFile(tmp_path / "set" / file.name)
+        tables = [parquet.read_row_group(n, ["item"])["item"] for n in range(parquet.num_row_groups)]
+        groups.append([[len(row) for row in table.to_pylist()] for table in tables])
+    # row groups of 500 events, or of one user; a file ends with the row group that reaches 2,000
+    assert groups == [[[10], [3_000]], [[5], [700], [450, 40]]]
 
 
 # --- published layouts -----------------------------------------------------------------------------------------------
