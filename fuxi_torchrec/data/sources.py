@@ -120,6 +120,9 @@ def find_logs(path: str) -> tuple[list[str], Literal["parquet", "csv"]]:
     parquet = [name.endswith(".parquet") for name in files]
     if any(parquet) and not all(parquet):
         raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
+    tabs = [name.endswith(".tsv") for name in files]
+    if any(tabs) and not all(tabs):  # read together they would have one delimiter
+        raise DataError(f"{path}: both .csv and .tsv files; name one kind with a glob")
     for name in files:
         if os.path.getsize(name) == 0 and not any(parquet):
             raise DataError(f"{name}: the file is empty, not even a header")

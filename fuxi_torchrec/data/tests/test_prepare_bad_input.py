@@ -109,6 +109,14 @@ def test_files_that_are_empty_cut_short_or_missing(tmp_path):
         sources.ml_1m(str(tmp_path / "nothing"), str(tmp_path))
 
 
+@pytest.mark.parametrize("names", [("a.csv", "b.tsv"), ("a.csv.gz", "b.tsv"), ("a.tsv", "b.parquet")])
+def test_files_of_several_kinds(tmp_path, names):
+    for name in names:
+        write(tmp_path / "logs" / name, ["1,2,3"], "user,item,time")
+    with pytest.raises(DataError, match=r"logs: both .* files; name one kind with a glob"):
+        events(tmp_path / "logs")
+
+
 def test_mistakes_in_sql_and_targets(log, tmp_path):
     refused(tmp_path, "nonsense", log, where="nonsense = 1")
     message = refused(tmp_path, "target weight", log, target_expression="weight - 1")
