@@ -147,12 +147,15 @@ def test_extending_keeps_the_indices_of_side_features_too(tmp_path):
     assert [(r["value"], r["index"]) for r in rows] == [("click", 1), ("buy", 2), ("aaa", 3)]
 
 
-def test_extending_asks_nothing_new_of_side_features_and_keeps_their_kind(tmp_path):
+def test_extending_lets_side_features_grow_but_not_beyond_reason_and_keeps_their_kind(tmp_path):
     columns, header = {"side_columns": ["category"]}, "user,item,time,category"
     prepare(events(write(tmp_path / "one.csv", ["1,2,3,900000"], header), **columns), tmp_path / "one")
     options = PrepareOptions(extend=str(tmp_path / "one"))
     later = write(tmp_path / "two.csv", ["1,2,3,900000", "1,2,4,1000001"], header)
     assert prepare(events(later, **columns), tmp_path / "two", options).sides[0].cardinality == 1_000_002
+    corrupt = write(tmp_path / "corrupt.csv", ["1,2,3,900000", f"1,2,4,{2**40}"], header)
+    with pytest.raises(DataError, match=r"values up to 1,099,511,627,776: .* In .*one it has 900,001 rows: mend"):
+        prepare(events(corrupt, **columns), tmp_path / "three", options)
     text = write(tmp_path / "three.csv", ["1,2,3,a"], header)
     with pytest.raises(DataError, match=r"side column category was integers in .*one, here it is text"):
         prepare(events(text, **columns), tmp_path / "three", options)
