@@ -16,7 +16,7 @@ from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBE
 from fuxi_torchrec.data.database import Database
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import exists, is_local, resolve
+from fuxi_torchrec.data.filesystem import exists, resolve
 from fuxi_torchrec.data.sources import FILE, INTEGERS, ROW, Source, literal, quote, time_sql
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.times import PER_SECOND, show_time
@@ -53,10 +53,9 @@ def prepare(
     """Read a source, write a dataset."""
     options = options or PrepareOptions()
     description = {"files": [os.path.basename(name) for name in source.files]}
-    near = str(Path(output).absolute().parent) if is_local(output) else None  # for what does not fit into memory
     with (
         DatasetWriter(output, source.time_unit, description) as writer,
-        Database(near, options.memory_limit, options.threads) as database,
+        Database(writer.scratch, options.memory_limit, options.threads) as database,
     ):
         return _Preparation(database, source, options, writer, progress or (lambda *_: None)).run()
 
