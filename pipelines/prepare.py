@@ -41,7 +41,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             sub.add_argument("--input", required=True, metavar="PATH", help="file, directory, zip or glob")
         sub.add_argument("--output", required=True, metavar="DIR", help="the dataset; must not exist")
         if has_input:
-            sub.add_argument("--memory-limit", default="4GB", help="DuckDB's; what does not fit spills to disk")
+            sub.add_argument(
+                "--memory-limit",
+                default="4GB",
+                help="of DuckDB and of sorting, half each (%(default)s); what does not fit spills to disk",
+            )
             sub.add_argument("--threads", type=int, default=2)
             sub.add_argument("--on-bad-rows", choices=("error", "skip"), default="error")
             sub.add_argument("--extend", metavar="PREV", help="an earlier dataset whose item indices are kept")
