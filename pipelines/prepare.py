@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fuxi_torchrec.data import sources
-from fuxi_torchrec.data.dataset import TIME_UNITS, DatasetInfo
+from fuxi_torchrec.data.dataset import INFO, TIME_UNITS, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.data.filesystem import exists
 from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
 from fuxi_torchrec.data.sources import Source
 from fuxi_torchrec.data.synthetic import oracle_hit_rate
@@ -40,7 +41,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             sub.add_argument("--input", required=True, metavar="PATH", help="file, directory, zip or glob")
         sub.add_argument("--output", required=True, metavar="DIR", help="the dataset; must not exist")
         if has_input:
-            sub.add_argument("--memory-limit", default="4GB", help="DuckDB's; what does not fit spills to disk")
+            sub.add_argument(
+                "--memory-limit",
+                default="4GB",
+                help="of DuckDB and of sorting, half each (%(default)s); what does not fit spills to disk",
+            )
             sub.add_argument("--threads", type=int, default=2)
             sub.add_argument("--on-bad-rows", choices=("error", "skip"), default="error")
             sub.add_argument("--extend", metavar="PREV", help="an earlier dataset whose item indices are kept")
@@ -143,14 +148,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare and say what came of it."""
     args = parse(arguments)
     setup_logging()
+    marker, there = f"{args.output.rstrip('/')}/{INFO}", True
     with stopped_by_signals() as received:
         try:
+            there = exists(marker)
             info = run(args, received)
         except BaseException as error:
             # an error after a signal comes of it, whatever has become of the exception on its way
             if received or isinstance(error, KeyboardInterrupt):
                 number = received[0] if received else signal.SIGINT
-                print(f"prepare: stopped by {number.name}; nothing was written", file=sys.stderr)
+                left = f"{args.output} is complete" if not there and exists(marker) else "nothing was written"
+                print(f"prepare: stopped by {number.name}; {left}", file=sys.stderr)
                 return 128 + number
             if isinstance(error, DataError | ValueError | OSError):
                 print(f"prepare: {error}", file=sys.stderr)

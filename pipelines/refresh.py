@@ -7,6 +7,7 @@ NEW is a CSV or Parquet file, a directory, a glob, or the log directory of a Rec
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,13 +44,18 @@ def users_to_forget(path: Path | None, kind: str) -> list[int | str]:
     """Ids of a file, of the export's type."""
     if path is None:
         return []
-    lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    if kind == "string":
-        return list(lines)
-    wrong = [number for number, line in enumerate(lines, 1) if not line.lstrip("-").isdigit()]
-    if wrong:
-        raise ValueError(f"{path}: line {wrong[0]} is no integer, as the export's user ids are")
-    return [int(line) for line in lines]
+    found: list[int | str] = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        text = line.strip()
+        if text and kind == "string":
+            found.append(text)
+        elif text:
+            if not re.fullmatch("-?[0-9]{1,19}", text) or not -(2**63) <= int(text) < 2**63:
+                raise ValueError(
+                    f"{path}: line {number} is no integer of 64 bits, as the export's user ids are: {text[:40]}"
+                )
+            found.append(int(text))
+    return found
 
 
 def run(args: argparse.Namespace) -> Summary:

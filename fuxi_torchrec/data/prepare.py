@@ -16,7 +16,7 @@ from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBE
 from fuxi_torchrec.data.database import Database
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import exists, is_local, resolve
+from fuxi_torchrec.data.filesystem import exists, resolve
 from fuxi_torchrec.data.sources import FILE, INTEGERS, ROW, Source, literal, quote, time_sql
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.times import PER_SECOND, show_time
@@ -53,10 +53,9 @@ def prepare(
     """Read a source, write a dataset."""
     options = options or PrepareOptions()
     description = {"files": [os.path.basename(name) for name in source.files]}
-    near = str(Path(output).absolute().parent) if is_local(output) else None  # for what does not fit into memory
     with (
         DatasetWriter(output, source.time_unit, description) as writer,
-        Database(near, options.memory_limit, options.threads) as database,
+        Database(writer.scratch, options.memory_limit, options.threads) as database,
     ):
         return _Preparation(database, source, options, writer, progress or (lambda *_: None)).run()
 
@@ -323,8 +322,8 @@ class _Preparation:
                 value = f"list_min({column})" if kind.endswith("[]") else column
                 if self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
                     raise DataError(f"side column {name} has negative values: they must be 0 or more")
-                if name not in previous:
-                    self._check_dense(name, f"unnest({column})" if kind.endswith("[]") else column)
+                rows = previous[name].cardinality if name in previous else 0
+                self._check_dense(name, f"unnest({column})" if kind.endswith("[]") else column, rows)
                 continue
             if kind != "VARCHAR":
                 raise DataError(f"side column {name} is {kind}: integers, lists of integers or strings can be used")
@@ -337,15 +336,21 @@ class _Preparation:
             coded.append(name)
         return coded
 
-    def _check_dense(self, name: str, value: str) -> None:
-        """Integers are rows of a table: ids spread over a wide range would make it enormous."""
+    def _check_dense(self, name: str, value: str, rows: int) -> None:
+        """Integers are rows of a table: ids spread over a wide range would make it enormous.
+
+        A table that exists, of the dataset that is extended, may double its rows, however empty it is.
+        """
         largest, distinct = self.database.row(
             f"SELECT coalesce(max(v), 0), approx_count_distinct(v) FROM (SELECT {value} AS v FROM events)"
         )
-        if largest >= _SPARSE_ROWS and largest >= _SPARSE_RATIO * max(1, distinct):
+        if largest >= max(_SPARSE_ROWS, _SPARSE_RATIO * max(1, distinct), 2 * rows):
+            cure = "Write them as text, which is numbered"
+            if rows:
+                cure = f"In {self.options.extend} it has {rows:,} rows: mend the log, or leave out rows with --where"
             raise DataError(
                 f"side column {name} has about {distinct:,} values up to {largest:,}: integers are rows of a table as "
-                "they are, and this one would be almost empty. Write them as text, which is numbered"
+                f"they are, and this one would be almost empty. {cure}"
             )
 
     def _fill_buckets(self, coded: list[str], total: int) -> BucketSort:

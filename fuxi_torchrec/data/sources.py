@@ -78,8 +78,9 @@ def literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _read(files: Sequence[str], kind: str, options: str = "") -> str:
-    names = ", ".join(literal(name) for name in files)
+def read_files(files: Sequence[str], kind: str, options: str = "") -> str:
+    """SQL table over files, whose names are names and no patterns, with the file's name as a column."""
+    names = ", ".join(literal(glob.escape(name)) for name in files)
     return f"{kind}([{names}], filename = {literal(FILE)}{options})"
 
 
@@ -87,7 +88,7 @@ def _parquet(files: Sequence[str], rows_per_file: int) -> str:
     """Parquet files that number their rows, by file and by place in it: sorting needs no pass to do so."""
     parts = [
         f"SELECT * EXCLUDE (file_row_number), {n * rows_per_file} + file_row_number AS {ROW} "
-        f"FROM {_read([name], 'read_parquet', ', file_row_number = true')}"
+        f"FROM {read_files([name], 'read_parquet', ', file_row_number = true')}"
         for n, name in enumerate(files)
     ]
     return f"({' UNION ALL BY NAME '.join(parts)})"
@@ -119,6 +120,9 @@ def find_logs(path: str) -> tuple[list[str], Literal["parquet", "csv"]]:
     parquet = [name.endswith(".parquet") for name in files]
     if any(parquet) and not all(parquet):
         raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
+    tabs = [name.endswith(".tsv") for name in files]
+    if any(tabs) and not all(tabs):  # read together they would have one delimiter
+        raise DataError(f"{path}: both .csv and .tsv files; name one kind with a glob")
     for name in files:
         if os.path.getsize(name) == 0 and not any(parquet):
             raise DataError(f"{name}: the file is empty, not even a header")
@@ -168,11 +172,11 @@ def events(
     rows_per_file = 0
     if kind == "parquet":
         most = _most_rows(files)
-        reader = _read(files, "read_parquet", ", union_by_name = true")
+        reader = read_files(files, "read_parquet", ", union_by_name = true")
         if not any("file_row_number" in pq.read_schema(name).names for name in files):
             reader, rows_per_file = _parquet(files, most), most
     else:
-        reader = _read(files, "read_csv", f", {csv_options(files)}")
+        reader = read_files(files, "read_csv", f", {csv_options(files)}")
     return Source(
         tuple(files),
         reader,
@@ -214,14 +218,14 @@ def ml_1m(path: str, scratch: str) -> Source:
     """MovieLens-1M's ``ratings.dat``: UserID::MovieID::Rating::Timestamp."""
     file = published_file(path, "ratings.dat", scratch)
     columns = "{'user': 'BIGINT', 'item': 'BIGINT', 'rating': 'BIGINT', 'time': 'BIGINT'}"
-    reader = _read([file], "read_csv", f", delim = '::', header = false, auto_detect = false, columns = {columns}")
+    reader = read_files([file], "read_csv", f", delim = '::', header = false, auto_detect = false, columns = {columns}")
     return Source((file,), reader, "user", "item", "time", "s", ("user", "item", "time"))
 
 
 def ml_20m(path: str, scratch: str) -> Source:
     """MovieLens-20M's ``ratings.csv``: userId, movieId, rating, timestamp."""
     file = published_file(path, "ratings.csv", scratch)
-    reader = _read([file], "read_csv", ", header = true")
+    reader = read_files([file], "read_csv", ", header = true")
     return Source((file,), reader, '"userId"', '"movieId"', '"timestamp"', "s", ("userId", "movieId", "timestamp"))
 
 
@@ -234,7 +238,7 @@ def kuairand_27k(path: str, keep_negative: bool = False, min_item_events: int = 
     names = ("user_id", "video_id", "time_ms", "is_hate")
     return Source(
         tuple(files),
-        _read(files, "read_csv", ", header = true, union_by_name = true"),
+        read_files(files, "read_csv", ", header = true, union_by_name = true"),
         *("user_id", "video_id", "time_ms"),
         "ms",
         names,
@@ -250,7 +254,7 @@ def kuairec(path: str, scratch: str, min_events: int = 5) -> Source:
     names = ("user_id", "video_id", "timestamp")
     return Source(
         (file,),
-        _read([file], "read_csv", ", header = true"),
+        read_files([file], "read_csv", ", header = true"),
         *("user_id", "video_id", "CAST(round(timestamp * 1000) AS BIGINT)"),
         "ms",
         names,

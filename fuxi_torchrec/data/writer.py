@@ -1,6 +1,7 @@
 """Sorted events to a dataset: one row of lists per user, in Parquet, cut through Arrow's offsets.
 
-Local datasets are written aside and renamed when complete; ``dataset.json`` comes last everywhere.
+Local datasets are written aside, by one process at a time, and renamed when complete; ``dataset.json`` comes last
+everywhere.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ from fuxi_torchrec.data.dataset import (
 )
 from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.filesystem import exists, is_local, resolve, write_bytes
-from fuxi_torchrec.durable import sync, sync_all
+from fuxi_torchrec.durable import OutputLock, sync, sync_all
 
 ROW_GROUP_EVENTS = 2**16  # small: the reader mixes several row groups of every stream
 FILE_EVENTS = 2**23
@@ -80,19 +81,22 @@ class DatasetWriter:
         output: where; must not exist.
         time_unit: of the timestamps.
         source: how it was made, for ``dataset.json``.
+
+    Attributes:
+        scratch: a directory beside a local output that goes away, at the latest with the next attempt; None remotely.
     """
 
     def __init__(self, output: str | Path, time_unit: TimeUnit, source: dict[str, Any]) -> None:
         self.output = str(output).rstrip("/")
-        if exists(self.output):
-            raise DataError(f"{self.output} exists already: choose another output, or delete it first")
         self.time_unit, self.source = time_unit, source
-        self.place = f"{self.output}.unfinished-{os.getpid()}" if is_local(output) else self.output
+        self.place = self.output
+        self.scratch: str | None = None
+        self._lock: OutputLock | None = None
         if is_local(output):
-            shutil.rmtree(self.place, ignore_errors=True)
-        filesystem, inside = resolve(self.place)
-        filesystem.create_dir(inside, recursive=True)
-        self._filesystem = filesystem
+            path = Path(self.output).absolute()
+            self.scratch = str(path.with_name(f".{path.name}.preparing"))
+            self.place, self._lock = f"{self.scratch}/dataset", OutputLock(path)
+        self._begin()
         self._files: list[FileInfo] = []
         self._writer: pq.ParquetWriter | None = None
         self._open: list[int] = [0, 0]  # users and events of the open file
@@ -104,6 +108,29 @@ class DatasetWriter:
         # each keeps the order in which it is given work
         self._writing, self._noting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._working: deque[Future[None]] = deque()
+
+    def _begin(self) -> None:
+        """Make the place to write in; only this process does."""
+        if self._lock is not None and not self._lock.take():
+            raise DataError(f"{self.output}: another prepare is writing it: wait for it, or choose another output")
+        try:
+            if exists(self.output):
+                raise DataError(f"{self.output} exists already: choose another output, or delete it first")
+            if self.scratch is not None:
+                shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
+                Path(self.place).mkdir(parents=True)
+            else:
+                filesystem, inside = resolve(self.place)
+                filesystem.create_dir(inside, recursive=True)
+        except BaseException:
+            self._end()
+            raise
+
+    def _end(self) -> None:
+        """Leave nothing behind but the dataset; remotely there may be files without ``dataset.json``."""
+        if self._lock is not None and self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self._lock.release()
 
     def reserve(self, side: str, cardinality: int) -> None:
         """A side feature may have at least so many values, whether they occur or not; before anything is written."""
@@ -217,12 +244,10 @@ class DatasetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error nothing is left behind locally; remotely there is no ``dataset.json``."""
         for pool in (self._writing, self._noting):
             pool.shutdown(wait=True, cancel_futures=kind is not None)
         try:
             if self._writer is not None:
                 self._writer.close()
         finally:
-            if kind is not None and is_local(self.output):
-                shutil.rmtree(self.place, ignore_errors=True)
+            self._end()

@@ -13,16 +13,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.sources import INTEGERS, csv_options, find_logs, literal, quote, time_sql
+from fuxi_torchrec.data.sources import FILE, INTEGERS, csv_options, find_logs, literal, quote, read_files, time_sql
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log, settled
 from fuxi_torchrec.serving.bundle import ITEMS, SIDES, Bundle, Manifest, SideTable
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Vocabulary, side_values
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
 from fuxi_torchrec.serving.parts import ID_TYPES, combined
-from fuxi_torchrec.serving.times import check_time, last_event
+from fuxi_torchrec.serving.times import bounds, check_time, last_event
 
 logger = get_logger(__name__)
+
+SIDE = "side_"  # before the names of side features, one of which may be "user" or "time"
 
 
 @dataclass(frozen=True)
@@ -71,23 +73,17 @@ def read_events(
     """
     bundle.check(ITEMS, SIDES)
     manifest, values = bundle.manifest, side_values(bundle)
-    forgotten = pa.array([], ID_TYPES[manifest.user_id_type])
+    forgotten, files = pa.array([], ID_TYPES[manifest.user_id_type]), list[str]()
     if (Path(path) / LOG_FILE).exists():
         table, forgotten = _own_log(Path(path), manifest, values)
     else:
-        table = _load(str(path), columns or LogColumns(), manifest, values)
-    last = last_event(manifest.as_of, manifest.time_unit)
-    present = table["time"].drop_null().to_numpy()
-    if len(present) and np.median(present) > last:  # not a few bad rows
-        _check_unit(int(np.median(present)), str(path), manifest)
-    table, bad = _without_bad_rows(table, str(path), on_bad_rows, last)
+        table, files = _load(str(path), columns or LogColumns(), manifest, values)
+    table, bad = _without_bad_rows(table, str(path), files, on_bad_rows, manifest)
     users, raw_items, times = combined(table["user"]), combined(table["item"]), table["time"].to_numpy()
-    if len(times):
-        _check_unit(int(times.min()), str(path), manifest)
     items = Vocabulary.read(bundle).find(raw_items)
     rows = bundle.side_rows()
     sides = {
-        side.name: _side(table[side.name], side, str(path), values.get(side.name), rows[side.name])
+        side.name: _side(table[SIDE + side.name], side, str(path), values.get(side.name), rows[side.name])
         for side in manifest.sides
     }
     encoded = users.dictionary_encode()
@@ -107,6 +103,7 @@ def read_events(
 def _digest(table: pa.Table, forgotten: pa.Array) -> str:
     """Of the events, whatever files they are in, and of who was forgotten."""
     plain = table.combine_chunks().take(pa.array(np.arange(len(table))))  # buffers that hold nothing else
+    plain = plain.rename_columns([name.removeprefix(SIDE) for name in plain.column_names])  # as earlier exports have it
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, plain.schema) as writer:
         writer.write_table(plain)
@@ -122,8 +119,8 @@ def _digest(table: pa.Table, forgotten: pa.Array) -> str:
 Values = dict[str, dict[str, int]]  # of side features with text values: value to index
 
 
-def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) -> pa.Table:
-    """Columns user, item, time and side features, in the order of the files."""
+def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) -> tuple[pa.Table, list[str]]:
+    """Columns user, item, time and those of side features, in the order of the files; and these."""
     import duckdb
 
     files, kind = find_logs(path)
@@ -131,32 +128,50 @@ def _load(path: str, columns: LogColumns, manifest: Manifest, values: Values) ->
         try:
             reader = _reader(files, kind, columns, manifest, values)
             types = {row[0]: row[1] for row in connection.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()}
-            for name in {columns.user, columns.item, columns.time} & types.keys():
+            types.pop(FILE)
+            numbers = dict.fromkeys((columns.user, columns.item, columns.time), "BIGINT")
+            numbers |= {s.name: "BIGINT" + "[]" * s.multiple for s in manifest.sides if s.name not in values}
+            for name in numbers.keys() & types.keys():
                 # a CSV column without values is text to DuckDB
                 empty = f"SELECT count(*) FROM {reader} WHERE {quote(name)} IS NOT NULL"
                 if types[name] == "VARCHAR" and connection.execute(empty).fetchall() == [(0,)]:
-                    types[name] = "BIGINT"
+                    types[name] = numbers[name]
             query = _query(types, columns, manifest, values, files[0])
             found: pa.Table = connection.sql(f"SELECT {query} FROM {reader}").to_arrow_table()
         except duckdb.Error as error:
             raise DataError(f"{path}: {str(error).split(chr(10))[0]}") from None
-    return found
+    return found, files
+
+
+def _place(row: int, files: Sequence[str]) -> str:
+    """A row of all files together, as one of a file: counted from 1."""
+    import duckdb
+
+    if len(files) < 2:
+        return f"row {row + 1}"
+    how = ("read_parquet",) if files[0].endswith(".parquet") else ("read_csv", f", {csv_options(files)}")
+    with duckdb.connect(":memory:", config={"threads": 2}) as connection:
+        for name in files:
+            ((count,),) = connection.execute(f"SELECT count(*) FROM {read_files([name], *how)}").fetchall()
+            if row < count:
+                break
+            row -= count
+    return f"row {row + 1} of {name}"
 
 
 def _reader(files: Sequence[str], kind: str, columns: LogColumns, manifest: Manifest, values: Values) -> str:
-    names = ", ".join(literal(name) for name in files)
     if kind == "parquet":
         for name in files:
             try:
                 pq.ParquetFile(name).close()
             except Exception as error:
                 raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
-        return f"read_parquet([{names}], union_by_name = true)"
+        return read_files(files, "read_parquet", ", union_by_name = true")
     # text stays as it is written: 007 is not 7
     ids = ((columns.user, manifest.user_id_type), (columns.item, manifest.item_id_type))
     text = [f"{literal(name)}: 'VARCHAR'" for name in (*(name for name, kind in ids if kind == "string"), *values)]
     types = f", types = {{{', '.join(text)}}}" if text else ""
-    return f"read_csv([{names}], {csv_options(files)}{types})"
+    return read_files(files, "read_csv", f", {csv_options(files)}{types}")
 
 
 def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, values: Values, file: str) -> str:
@@ -182,13 +197,13 @@ def _query(types: dict[str, str], columns: LogColumns, manifest: Manifest, value
     wanted.append(f'{time} AS "time"')
     for side in manifest.sides:
         if side.name in values:
-            wanted.append(f"CAST({quote(side.name)} AS VARCHAR) AS {quote(side.name)}")
+            wanted.append(f"CAST({quote(side.name)} AS VARCHAR) AS {quote(SIDE + side.name)}")
             continue
         kind = types[side.name].removesuffix("[]")
         if kind not in INTEGERS or types[side.name].endswith("[]") != side.multiple:
             shape = "lists of dense indices" if side.multiple else "dense indices"
             raise DataError(f"{file}: side column {side.name} is {types[side.name]}: the export needs {shape}")
-        wanted.append(f"CAST({quote(side.name)} AS BIGINT{'[]' * side.multiple}) AS {quote(side.name)}")
+        wanted.append(f"CAST({quote(side.name)} AS BIGINT{'[]' * side.multiple}) AS {quote(SIDE + side.name)}")
     return ", ".join(wanted)
 
 
@@ -204,36 +219,43 @@ def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Tab
     }
     for side in manifest.sides:
         kind = pa.string() if side.name in texts else pa.list_(pa.int64()) if side.multiple else pa.int64()
-        columns[side.name] = pa.array([(row[3] if len(row) > 3 else {}).get(side.name) for row in rows], kind)
+        found = [(row[3] if len(row) > 3 else {}).get(side.name) for row in rows]
+        columns[SIDE + side.name] = pa.array(found, kind)
     return pa.table(columns), pa.array(forgotten, ID_TYPES[manifest.user_id_type])
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _check_unit(time: int, path: str, manifest: Manifest) -> None:
-    """Refuse a time that cannot be meant, most likely of another unit."""
+def _check_unit(times: Ints, path: str, manifest: Manifest) -> None:
+    """Refuse times that cannot be meant, most likely of another unit; a few of them are bad rows."""
+    if not len(times):
+        return
     try:
-        check_time(time, manifest.as_of, manifest.time_unit)
+        check_time(int(np.median(times)), manifest.as_of, manifest.time_unit)
     except ValueError as error:
         raise DataError(f"{path}: {error}") from None
 
 
-def _without_bad_rows(table: pa.Table, path: str, on_bad_rows: str, last: int) -> tuple[pa.Table, dict[str, int]]:
-    bad = {f"{name} is null": pc.is_null(table[name]) for name in ("user", "item", "time")}
-    bad["time is negative"] = pc.fill_null(pc.less(table["time"], 0), False)
-    bad["time is yet to come"] = pc.fill_null(pc.greater(table["time"], last), False)
-    counts = {reason: int(pc.sum(mask).as_py() or 0) for reason, mask in bad.items()}
-    counts = {reason: count for reason, count in counts.items() if count}
+def _without_bad_rows(
+    table: pa.Table, path: str, files: Sequence[str], on_bad_rows: str, manifest: Manifest
+) -> tuple[pa.Table, dict[str, int]]:
+    times = pc.fill_null(table["time"], -1).to_numpy()
+    bad = {f"{name} is null": pc.is_null(table[name]).to_numpy() for name in ("user", "item", "time")}
+    bad["time is negative"] = (times < 0) & ~bad["time is null"]
+    _check_unit(times[~np.logical_or.reduce([*bad.values()])], path, manifest)
+    first, _ = bounds(manifest.as_of, manifest.time_unit)
+    bad["time is too early"] = (times >= 0) & (times < first)
+    bad["time is yet to come"] = times > last_event(manifest.as_of, manifest.time_unit)
+    counts = {reason: int(mask.sum()) for reason, mask in bad.items() if mask.any()}
     if not counts:
         return table, {}
-    any_bad = np.logical_or.reduce([bad[reason].to_numpy() for reason in counts])
+    any_bad = np.logical_or.reduce([*bad.values()])
     said = "; ".join(f"{count:,} rows: {reason}" for reason, count in counts.items())
     if on_bad_rows == "error":
-        first = int(np.flatnonzero(any_bad)[0]) + 1
+        place = _place(int(np.flatnonzero(any_bad)[0]), files)
         raise DataError(
-            f"{path}: bad rows: {said}; the first is row {first}. Mend the log, or leave them out with "
-            "--on-bad-rows skip"
+            f"{path}: bad rows: {said}; the first is {place}. Mend the log, or leave them out with --on-bad-rows skip"
         )
     logger.warning("%s: bad rows left out: %s", path, said)
     return table.filter(pa.array(~any_bad)), counts

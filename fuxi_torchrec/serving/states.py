@@ -1,12 +1,11 @@
 """A file of user states: records of fixed size, found by their row, each with a checksum.
 
 The file is a header of 4096 bytes and the records one after another. A record is a state's bytes
-(:meth:`EncoderState.to_bytes`), their crc32, and flags, which the checksum covers too. A record that was being written
-when the machine stopped fails its checksum and is reported by :meth:`StateFile.get`, as is an erased one.
+(:meth:`EncoderState.to_bytes`), their crc32, and flags, always 0, which the checksum covers too. A record that was
+being written when the machine stopped fails its checksum and is reported by :meth:`StateFile.get`.
 """
 
 import json
-import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -118,47 +117,31 @@ class StateFile:
 
     # --- records -----------------------------------------------------------------------------------------------------
 
-    def append(self, records: Tensor, flags: int = 0) -> Ints:
-        """Add states at the end; their rows.
-
-        Args:
-            records: (B, record_bytes) uint8, of :meth:`EncoderState.to_bytes`.
-            flags: kept with each record, for the caller's own use.
-        """
+    def append(self, records: Tensor) -> Ints:
+        """Add states at the end, (B, record_bytes) uint8, of :meth:`EncoderState.to_bytes`; their rows."""
         first = len(self)
         rows = np.arange(first, first + len(records))
         self._check(records, len(rows))
         if len(rows):
-            os.truncate(self.path, HEADER_BYTES + (first + len(rows)) * self.slot_bytes)
+            self._write(first, self._slots(records))
             self._map()
-            self._mapped[first:] = self._slots(records, flags)
         return rows
 
-    def put(self, rows: Sequence[int] | Ints | Tensor, records: Tensor, flags: int = 0) -> None:
+    def put(self, rows: Sequence[int] | Ints | Tensor, records: Tensor) -> None:
         """Replace records."""
         chosen = self._rows(rows)
         self._check(records, len(chosen))
-        self._mapped[chosen] = self._slots(records, flags)
+        self._mapped[chosen] = self._slots(records)
 
     def get(self, rows: Sequence[int] | Ints | Tensor) -> tuple[Tensor, Tensor]:
         """Records of rows in the order wanted: (B, record_bytes) uint8, and (B,) which of them are whole.
 
-        A record that is not whole must not be used: it was torn while being written, damaged, or erased.
+        A record that is not whole must not be used: it was torn while being written, or damaged.
         """
         slots: Bytes = np.ascontiguousarray(self._mapped[self._rows(rows)])
-        stored = self._trailers(slots)
-        valid = np.fromiter((_crc(slot) for slot in slots), np.uint32, len(slots)) == stored[:, 0]
+        stored = np.ascontiguousarray(slots[:, self.record_bytes :]).view("<u4")[:, 0]
+        valid = np.fromiter((_crc(slot) for slot in slots), np.uint32, len(slots)) == stored
         return torch.from_numpy(slots[:, : self.record_bytes].copy()), torch.from_numpy(valid)
-
-    def flags(self, rows: Sequence[int] | Ints | Tensor) -> NDArray[np.uint32]:
-        """The flags of records, unchecked."""
-        return self._trailers(np.ascontiguousarray(self._mapped[self._rows(rows)]))[:, 1].copy()
-
-    def erase(self, rows: Sequence[int] | Ints | Tensor) -> None:
-        """Overwrite records with zeros; they are no longer whole."""
-        chosen = self._rows(rows)
-        self._check_writable()
-        self._mapped[chosen] = 0
 
     def flush(self) -> None:
         """Wait until everything is on disk."""
@@ -177,18 +160,22 @@ class StateFile:
             self.path, np.uint8, "r+" if self.writable else "r", HEADER_BYTES, (records, self.slot_bytes)
         )
 
-    def _slots(self, records: Tensor, flags: int) -> Bytes:
+    def _write(self, first: int, slots: Bytes) -> None:
+        """Lengthen the file. A full disk is an error here; written through the mapping it would end the process."""
+        try:
+            with self.path.open("r+b") as file:
+                file.seek(HEADER_BYTES + first * self.slot_bytes)
+                file.write(slots.data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def _slots(self, records: Tensor) -> Bytes:
         slots = np.zeros((len(records), self.slot_bytes), np.uint8)
         slots[:, : self.record_bytes] = records.cpu().numpy()
         trailers = np.zeros((len(records), 2), "<u4")
-        trailers[:, 1] = flags
-        slots[:, self.record_bytes :] = trailers.view(np.uint8)
         trailers[:, 0] = [_crc(slot) for slot in slots]
         slots[:, self.record_bytes :] = trailers.view(np.uint8)
         return slots
-
-    def _trailers(self, slots: Bytes) -> NDArray[np.uint32]:
-        return np.ascontiguousarray(slots[:, self.record_bytes :]).view("<u4")
 
     def _rows(self, rows: Sequence[int] | Ints | Tensor) -> Ints:
         chosen: Ints = np.asarray(rows, dtype=np.int64).reshape(-1)
@@ -200,16 +187,13 @@ class StateFile:
         return chosen
 
     def _check(self, records: Tensor, rows: int) -> None:
-        self._check_writable()
+        if not self.writable:
+            raise ValueError(f"{self.path} was opened for reading: open it with writable=True")
         if records.dtype != torch.uint8 or records.shape != (rows, self.record_bytes):
             raise ValueError(
                 f"records must be uint8 of shape ({rows}, {self.record_bytes}), "
                 f"not {records.dtype} of {tuple(records.shape)}"
             )
-
-    def _check_writable(self) -> None:
-        if not self.writable:
-            raise ValueError(f"{self.path} was opened for reading: open it with writable=True")
 
 
 def _crc(slot: Bytes) -> int:

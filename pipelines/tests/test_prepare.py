@@ -1,3 +1,6 @@
+import signal
+
+from fuxi_torchrec.data import writer
 from pipelines import inspect, prepare
 
 
@@ -23,6 +26,18 @@ def test_mistakes_end_in_one_line_and_exit_code_1(tmp_path, capsys):
     assert prepare.main(["synthetic", "--users", "0", "--output", str(tmp_path / "set")]) == 1
     assert inspect.main([str(tmp_path)]) == 1
     assert "no dataset here" in capsys.readouterr().err
+
+
+def test_a_signal_after_the_dataset_has_its_name(tmp_path, capsys, monkeypatch):
+    arguments = ["synthetic", "--users", "5", "--output", str(tmp_path / "set")]
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "sync", lambda _: signal.raise_signal(signal.SIGTERM))  # of the directory, after it
+        assert prepare.main(arguments) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == f"prepare: stopped by SIGTERM; {tmp_path / 'set'} is complete\n"
+    assert inspect.main([str(tmp_path / "set")]) == 0
+    monkeypatch.setattr(prepare, "run", lambda *_: signal.raise_signal(signal.SIGTERM))  # one of before is not its
+    assert prepare.main(arguments) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "prepare: stopped by SIGTERM; nothing was written\n"
 
 
 def test_synthetic_with_its_oracle(tmp_path, capsys):

@@ -83,13 +83,15 @@ def test_refresh_says_what_it_did(export, tmp_path, capsys):
     assert "exists and is not this refresh" in capsys.readouterr().err
 
 
-def test_refresh_refuses_with_one_line(export, tmp_path, capsys):
-    (tmp_path / "gone.txt").write_text("4\nbob\n")
+@pytest.mark.parametrize("wrong", ["bob", "--5", "9223372036854775808", "9" * 5000])
+def test_refresh_refuses_with_one_line(export, tmp_path, capsys, wrong):
+    (tmp_path / "gone.txt").write_text(f"4\n\n-9223372036854775808\n{wrong}\n")
     arguments = ["--export", str(export), "--events", "nowhere.csv", "--output", str(tmp_path / "y")]
     assert refresh.main(arguments) == 1
     assert "nowhere.csv: no such file" in capsys.readouterr().err
     assert refresh.main([*arguments, "--forget", str(tmp_path / "gone.txt")]) == 1
-    assert "line 2 is no integer" in capsys.readouterr().err
+    said = capsys.readouterr().err.strip()
+    assert "gone.txt: line 4 is no integer of 64 bits" in said and "\n" not in said
 
 
 def test_serve_takes_its_token_from_a_file_or_the_environment(export, tmp_path, monkeypatch, capsys):

@@ -1,9 +1,9 @@
 import gzip
-import os
 import zipfile
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -29,7 +29,7 @@ def test_events_become_one_row_per_user_in_the_order_of_time(log, tmp_path):
     assert (info.users, info.items, info.events, info.first_time, info.last_time) == (2, 2, 5, t, t + 9)
     items = pq.read_table(tmp_path / "set" / "items.parquet").to_pylist()
     assert items == [{"item_id": "b", "index": 1, "count": 3}, {"item_id": "a", "index": 2, "count": 2}]
-    assert not [name for name in os.listdir(tmp_path) if "unfinished" in name or name.startswith("prepare-")]
+    assert not list(tmp_path.glob(".*"))  # hidden, as all that goes away
 
 
 @pytest.mark.parametrize("kind", ["csv", "csv.gz", "parquet"])
@@ -60,6 +60,18 @@ def test_globs_string_ids_and_timestamps(tmp_path):
     dataset, users, _ = read(tmp_path / "set")
     assert users == {"ann": [("z", 1577836804000), ("x", 1577836805000)], "bob": [("y", 1577836801000)]}
     assert dataset.info.time_unit == "ms"
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_files_named_like_patterns_are_read_once_each(tmp_path, kind):
+    (tmp_path / "logs").mkdir()
+    names = ["log1", "log[1]", "log*", "log?"]
+    for number, name in enumerate(names):
+        table = pa.table({"user": [number], "item": [5], "time": [1_600_000_000]})
+        path = tmp_path / "logs" / f"{name}.{kind}"
+        pq.write_table(table, path) if kind == "parquet" else pyarrow.csv.write_csv(table, path)
+    prepare(events(tmp_path / "logs"), tmp_path / "set")
+    assert {user: len(rows) for user, rows in read(tmp_path / "set")[1].items()} == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 def test_sides_targets_and_conditions(log, tmp_path):
@@ -134,12 +146,15 @@ def test_extending_keeps_the_indices_of_side_features_too(tmp_path):
     assert [(r["value"], r["index"]) for r in rows] == [("click", 1), ("buy", 2), ("aaa", 3)]
 
 
-def test_extending_asks_nothing_new_of_side_features_and_keeps_their_kind(tmp_path):
+def test_extending_lets_side_features_grow_but_not_beyond_reason_and_keeps_their_kind(tmp_path):
     columns, header = {"side_columns": ["category"]}, "user,item,time,category"
     prepare(events(write(tmp_path / "one.csv", ["1,2,3,900000"], header), **columns), tmp_path / "one")
     options = PrepareOptions(extend=str(tmp_path / "one"))
     later = write(tmp_path / "two.csv", ["1,2,3,900000", "1,2,4,1000001"], header)
     assert prepare(events(later, **columns), tmp_path / "two", options).sides[0].cardinality == 1_000_002
+    corrupt = write(tmp_path / "corrupt.csv", ["1,2,3,900000", f"1,2,4,{2**40}"], header)
+    with pytest.raises(DataError, match=r"values up to 1,099,511,627,776: .* In .*one it has 900,001 rows: mend"):
+        prepare(events(corrupt, **columns), tmp_path / "three", options)
     text = write(tmp_path / "three.csv", ["1,2,3,a"], header)
     with pytest.raises(DataError, match=r"side column category was integers in .*one, here it is text"):
         prepare(events(text, **columns), tmp_path / "three", options)
@@ -172,21 +187,26 @@ def test_long_users_and_many_files(tmp_path, monkeypatch):
     monkeypatch.setattr(preparing, "ROW_GROUP_EVENTS", 500)
     monkeypatch.setattr(writer, "FILE_EVENTS", 2_000)
     generator = np.random.default_rng(0)
-    user = np.repeat([1, 2, 3, 4, 5], [10, 3_000, 5, 700, 450])
+    lengths = [10, 3_000, 5, 700, 450, 40]
+    user = np.repeat([1, 2, 3, 4, 5, 6], lengths)
     time = generator.permutation(len(user)) + 1_600_000_000
     item = generator.integers(0, 9, len(user))
     pq.write_table(pa.table({"user": user, "item": item, "time": time}), tmp_path / "log.parquet")
     info = prepare(events(tmp_path / "log.parquet"), tmp_path / "set")
     _, users, _ = read(tmp_path / "set")
-    assert [len(history) for history in users.values()] == [10, 3_000, 5, 700, 450]
+    assert [len(history) for history in users.values()] == lengths
     for number, history in users.items():
         order = np.argsort(time[user == number])
         assert history == list(
             zip(item[user == number][order].tolist(), np.sort(time[user == number]).tolist(), strict=True)
         )
-    assert len(info.files) > 1
-    groups = pq.ParquetFile(tmp_path / "set" / info.files[0].name).metadata.num_row_groups
-    assert groups >= 1
+    groups = []
+    for file in info.files:
+        parquet = pq.ParquetFile(tmp_path / "set" / file.name)
+        tables = [parquet.read_row_group(n, ["item"])["item"] for n in range(parquet.num_row_groups)]
+        groups.append([[len(row) for row in table.to_pylist()] for table in tables])
+    # row groups of 500 events, or of one user; a file ends with the row group that reaches 2,000
+    assert groups == [[[10], [3_000]], [[5], [700], [450, 40]]]
 
 
 # --- published layouts -----------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 import json
 import logging
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,7 +29,7 @@ def refused(tmp_path, message, path, **more):
     with pytest.raises(DataError, match=message) as caught:
         prepare(events(path, **more), tmp_path / "refused", options)
     assert not (tmp_path / "refused").exists()
-    assert not [name for name in os.listdir(tmp_path) if "unfinished" in name or name.startswith("prepare-")]
+    assert not list(tmp_path.glob(".*"))  # hidden, as all that goes away
     return str(caught.value)
 
 
@@ -109,6 +112,14 @@ def test_files_that_are_empty_cut_short_or_missing(tmp_path):
         sources.ml_1m(str(tmp_path / "nothing"), str(tmp_path))
 
 
+@pytest.mark.parametrize("names", [("a.csv", "b.tsv"), ("a.csv.gz", "b.tsv"), ("a.tsv", "b.parquet")])
+def test_files_of_several_kinds(tmp_path, names):
+    for name in names:
+        write(tmp_path / "logs" / name, ["1,2,3"], "user,item,time")
+    with pytest.raises(DataError, match=r"logs: both .* files; name one kind with a glob"):
+        events(tmp_path / "logs")
+
+
 def test_mistakes_in_sql_and_targets(log, tmp_path):
     refused(tmp_path, "nonsense", log, where="nonsense = 1")
     message = refused(tmp_path, "target weight", log, target_expression="weight - 1")
@@ -131,6 +142,7 @@ def test_an_output_that_exists_is_left_alone(log, tmp_path):
     with pytest.raises(DataError, match="set exists already: choose another output, or delete it first"):
         prepare(events(log), tmp_path / "set")
     assert os.listdir(tmp_path / "set") == ["precious"]
+    assert sorted(os.listdir(tmp_path)) == ["log.csv", "set"]
 
 
 def test_nothing_half_written_passes_for_a_dataset(log, tmp_path, monkeypatch):
@@ -184,3 +196,35 @@ def test_stopping_at_any_step_leaves_nothing(tmp_path, step):
     with pytest.raises(KeyboardInterrupt):
         prepare(events(log), tmp_path / "set", progress=stop)
     assert os.listdir(tmp_path) == ["log.csv"]
+
+
+def test_two_preparations_into_one_output(log, tmp_path):
+    tried = []
+
+    def second(what, done, total):
+        with pytest.raises(DataError, match="set: another prepare is writing it: wait for it, or choose another"):
+            prepare(events(log), tmp_path / "set")
+        with pytest.raises(DataError, match="another prepare is writing it"):
+            prepare_synthetic(SyntheticConfig(users=3), f"{tmp_path}/set/")
+        tried.append(what)
+
+    prepare(events(log), tmp_path / "set", progress=second)
+    assert tried and Dataset.open(tmp_path / "set").info.users == 2
+    assert sorted(os.listdir(tmp_path)) == ["log.csv", "set"]
+
+
+def test_what_a_killed_preparation_left_goes_away_with_the_next(log, tmp_path):
+    code = (
+        "import os, signal; from fuxi_torchrec.data.prepare import prepare\n"
+        "from fuxi_torchrec.data.tests.logs import events\n"
+        "kill = lambda what, *_: what.startswith('sorting') and os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare(events('log.csv'), 'set', progress=kill)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=60, check=False)
+    assert done.returncode == -9
+    # everything it had is under one name
+    assert sorted(os.listdir(tmp_path)) == [".set.lock", ".set.preparing", "log.csv"]
+    assert list(tmp_path.glob(".set.preparing/*/events.duckdb"))
+    prepare(events(log), tmp_path / "set")
+    assert sorted(os.listdir(tmp_path)) == ["log.csv", "set"]

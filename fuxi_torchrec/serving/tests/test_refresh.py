@@ -1,5 +1,6 @@
 """A refreshed export is the export that would have been made of everything at once."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -8,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
 from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.serving.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError
-from fuxi_torchrec.serving.demo import DAY, START, DemoExport
+from fuxi_torchrec.serving.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError, SideTable
+from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
+from fuxi_torchrec.serving.new_events import read_events
 from fuxi_torchrec.serving.parts import part_name
 from fuxi_torchrec.serving.refresh import refresh
 from fuxi_torchrec.serving.states import StateFile
@@ -266,7 +269,7 @@ def test_a_killed_refresh_leaves_nothing_in_the_way(tmp_path):
     ("text", "message"),
     [
         ("user_id,item_id\n1,2\n", r"no column timestamp; the columns are user_id, item_id"),
-        ("user_id,item_id,timestamp\n1,,5\n", r"1 rows: item is null; the first is row 1"),
+        ("user_id,item_id,timestamp\n1,,1703000000\n", r"1 rows: item is null; the first is row 1"),
         ("user_id,item_id,timestamp\nx,1001,1700000000\n", r"column user_id is VARCHAR, the export has user ids of"),
         ("user_id,item_id,timestamp\n1,1001,1700000000000\n", r"1700000000000 looks like milliseconds"),
         ("user_id,item_id,timestamp\n1,1001,soon\n", r"column timestamp is VARCHAR: times must be integers"),
@@ -275,6 +278,11 @@ def test_a_killed_refresh_leaves_nothing_in_the_way(tmp_path):
             "user_id,item_id,timestamp\n1,1001,1703000000\n2,1001,1703000000\n1,1002,4102358400\n",
             r"1 rows: time is yet to come; the first is row 3",
         ),
+        (
+            "user_id,item_id,timestamp\n1,1001,1703000000\n2,1001,0\n1,1002,1703000000\n",
+            r"1 rows: time is too early; the first is row 2",
+        ),
+        ("user_id,item_id,timestamp\n1,1001,1700000\n1,1002,1703000000\n1,1002,1700000\n", r"time 1700000 must be"),
         ("", "the file is empty"),
     ],
 )
@@ -288,9 +296,25 @@ def test_bad_logs_are_refused(tmp_path, text, message):
 
 def test_bad_rows_can_be_left_out(tmp_path):
     _, last = small(tmp_path)
-    (tmp_path / "e.csv").write_text(f"user_id,item_id,timestamp\n1,,5\n1,1001,{last}\n,1001,{last}\n")
+    lines = ["1,,5", f"1,1001,{last}", f",1001,{last}", "2,1001,0", f"2,1001,{last}"]
+    (tmp_path / "e.csv").write_text("\n".join(["user_id,item_id,timestamp", *lines]))
     summary = refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b", on_bad_rows="skip")
-    assert summary.bad_rows == {"user is null": 1, "item is null": 1} and summary.touched_users == 1
+    # the row without an item is too early as well
+    assert summary.bad_rows == {"user is null": 1, "item is null": 1, "time is too early": 2}
+    assert summary.touched_users == 2
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_bad_row_is_named_with_its_file(tmp_path, kind):
+    _, last = small(tmp_path)
+    for name, times in (("1", [last, last]), ("2", []), ("3", [last, last, 0]), ("4", [0])):
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        table = pa.table({"user_id": [1] * len(times), "item_id": [1001] * len(times), "timestamp": times})
+        table = table.cast(pa.schema([(each, pa.int64()) for each in table.column_names]))
+        path = tmp_path / "logs" / f"{name}.{kind}"
+        pq.write_table(table, path) if kind == "parquet" else pyarrow.csv.write_csv(table, path)
+    with pytest.raises(DataError, match=rf"2 rows: time is too early; the first is row 3 of .*/3\.{kind}\. Mend"):
+        refresh(tmp_path / "a", tmp_path / "logs", tmp_path / "b")
 
 
 def test_a_side_value_that_the_model_does_not_know_counts_as_unknown(tmp_path):
@@ -312,6 +336,51 @@ def test_an_empty_log_and_timestamps_as_dates(tmp_path):
     (tmp_path / "d.csv").write_text("user_id,item_id,timestamp\n1,1001,2026-01-01 00:00:00\n")
     refresh(tmp_path / "a", tmp_path / "d.csv", tmp_path / "c")
     assert users_of(tmp_path / "c")[1].row["last_time"] == 1767225600
+
+
+@pytest.mark.parametrize("texts", [(), ("user", "time")])
+def test_side_features_named_like_ours(tmp_path, texts):
+    sides = tuple(SideTable(name, multiple=False, pooling="sum") for name in ("user", "time"))
+    write_demo_export(tmp_path / "a", replace(DEMO, sides=sides, text_sides=texts))
+    time = Bundle.open(tmp_path / "a").manifest.as_of
+    value = "value-3" if texts else 3
+    events = Log([(7, 1001, time, {"user": value, "time": value}), (99, 1002, time, {"user": value, "time": value})])
+    refresh(tmp_path / "a", events.write(tmp_path / "e.parquet", sides), tmp_path / "b")
+    found = users_of(tmp_path / "b")
+    assert len(found) == DEMO.users + 1 and found[99].history.times.tolist() == [time]
+    for user in (7, 99):
+        assert [found[user].history.sides[side.name][-1] for side in sides] == [3, 3]
+
+
+def test_events_keep_the_digest_that_earlier_exports_have_written_down(tmp_path):
+    export_of(tmp_path / "a", Log(), range(3), replace(DEMO, sides=SIDES[:1]))
+    events = Log([(1, 1001, START, {"action": 4})]).write(tmp_path / "e.parquet", SIDES[:1])
+    table, sink = pa.table({"user": [1], "item": [1001], "time": [START], "action": [4]}), pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    expected = hashlib.sha256(sink.getvalue()).hexdigest()
+    assert read_events(events, Bundle.open(tmp_path / "a")).digest == expected
+
+
+@pytest.mark.parametrize("text", ["", "1,1001,{last},,\n"])
+def test_a_csv_without_side_values(tmp_path, text):
+    demo = replace(DEMO, sides=SIDES)
+    log = random_log(np.random.default_rng(0), demo, range(8), 20)
+    export_of(tmp_path / "a", log, range(8), demo)
+    last = max(row[2] for row in log.rows)
+    (tmp_path / "e.csv").write_text("user_id,item_id,timestamp,action,tags\n" + text.format(last=last))
+    assert refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b").touched_users == bool(text)
+    new = without_sides([(1, 1001, last, {})] if text else [])
+    check_equals_full_export(tmp_path / "b", [log, new], demo, range(8))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_files_named_like_patterns_are_read_once_each(tmp_path, kind):
+    _, last = small(tmp_path)
+    (tmp_path / "logs").mkdir()
+    for user, name in ((50, "log1"), (51, "log[1]")):
+        Log([(user, 1001, last, {})]).write(tmp_path / "logs" / f"{name}.{kind}")
+    assert refresh(tmp_path / "a", tmp_path / "logs", tmp_path / "b").new_users == 2
 
 
 @pytest.mark.parametrize("kind", [pa.int32(), pa.uint32(), pa.int64(), pa.uint64(), pa.timestamp("us")])

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ def states(tmp_path):
 
 def test_records_come_back_by_row_in_the_order_wanted(states, tmp_path):
     assert states.append(some_records(3, seed=1)).tolist() == [5, 6, 7]
-    states.put([1, 6], some_records(2, seed=2), flags=9)
+    states.put([1, 6], some_records(2, seed=2))
     states.flush()
     again = StateFile.open(tmp_path / "part-00000.bin", "model-a", 40)
     expected = torch.cat([some_records(5), some_records(3, seed=1)])
@@ -27,7 +29,6 @@ def test_records_come_back_by_row_in_the_order_wanted(states, tmp_path):
     found, valid = again.get([7, 6, 1, 0, 0])
     assert torch.equal(found, expected[[7, 6, 1, 0, 0]])
     assert valid.all()
-    assert again.flags([6, 0]).tolist() == [9, 0]
     assert len(again) == 8
     assert again.path.stat().st_size == HEADER_BYTES + 8 * again.slot_bytes
 
@@ -46,15 +47,14 @@ def test_an_encoders_states_survive(tmp_path):
     assert torch.equal(encoder.query(again, now), encoder.query(state, now).flip(0))
 
 
-def test_a_torn_record_and_an_erased_one_are_told_apart_from_whole_ones(states, tmp_path):
+def test_a_torn_record_is_told_apart_from_whole_ones(states, tmp_path):
     states.flush()
     with (tmp_path / "part-00000.bin").open("r+b") as file:
         file.seek(HEADER_BYTES + 2 * states.slot_bytes + 17)
         old = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([old[0] ^ 1]))
-    states.erase([3])
-    assert states.get(range(5))[1].tolist() == [True, True, False, False, True]
+    assert states.get(range(5))[1].tolist() == [True, True, False, True, True]
 
 
 def test_a_stopped_append_leaves_no_half_record(states, tmp_path):
@@ -65,6 +65,17 @@ def test_a_stopped_append_leaves_no_half_record(states, tmp_path):
     assert len(again) == 5
     assert again.append(some_records(1, seed=3)).tolist() == [5]
     assert again.get(range(6))[1].all()
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(states, monkeypatch):
+    really = Path.open
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda self, mode: really(Path("/dev/full"), mode))
+        with pytest.raises(OSError, match=r"No space left on device: .*part-00000.bin"):
+            states.append(some_records(3, seed=1))
+    assert len(states) == 5
+    assert states.append(some_records(2, seed=2)).tolist() == [5, 6]
+    assert states.get(range(7))[1].all()
 
 
 def test_an_empty_file_and_empty_batches_are_legal(tmp_path):
@@ -94,4 +105,4 @@ def test_what_does_not_fit_is_refused(states, tmp_path):
     with pytest.raises(ValueError, match=r"shape \(2, 40\), not torch.uint8 of \(2, 39\)"):
         states.put([0, 1], some_records(2, 39))
     with pytest.raises(ValueError, match="opened for reading"):
-        StateFile.open(path).erase([0])
+        StateFile.open(path).put([0], some_records(1))
