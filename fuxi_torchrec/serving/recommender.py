@@ -8,10 +8,11 @@ import numpy as np
 
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, read_log, with_old
+from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
 from fuxi_torchrec.serving.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
+from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.histories import Ints
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.requests import Answer, Appended, Checks, Event, ItemId, Request, Sides, UserId, plain
@@ -75,15 +76,19 @@ class Recommender:
         path = Path(path)
         bundle = Bundle.open(path, verify)
         directory = Path(log_dir) if log_dir is not None else path.absolute().with_name(path.absolute().name + ".log")
-        log, content = None, None
+        log, content, about = None, None, about_of(bundle.manifest)
         if not read_only:
-            log = AppendLog(directory, _about(bundle))
+            log = AppendLog(directory, about)
             content = log.content
         elif (directory / LOG_FILE).exists():
             content = read_log(directory)
-        if content is not None:
-            content = with_old(directory, content, _about(bundle))
         try:
+            if content is not None:
+                if content.about != about:  # a log of this export has it behind it
+                    content = Forgotten.of(bundle.manifest).out_of(content)
+                if log is not None:
+                    log.content = content
+                content = with_old(directory, content, about)
             recommender = Recommender(bundle, log, content, cache_mib, search)
             if warm_up:
                 recommender.warm_up()
@@ -335,14 +340,14 @@ class Recommender:
         """Bring back what was appended. On another export than the log was begun with, what that one has is left out:
         events before the user's last one there, and of those at the same time as many of an item as it has.
         """
-        about = _about(self.bundle)
+        about = about_of(self.manifest)
         kinds = ("user_id_type", "item_id_type", "time_unit")
         if any(content.about.get(kind) != about[kind] for kind in kinds):
             raise ExportError(
                 "the append log has other ids or times than the export: "
                 + ", ".join(f"{kind} {content.about.get(kind)} and {about[kind]}" for kind in kinds)
             )
-        same = content.about == {"version": content.about["version"], **about}
+        same = content.about == about
         covered, torn = 0, False
         # what the export has of a user's last time there; more of that time came after it was made
         events = () if same else (packed for record in content.records for packed in record.get("events", ()))
@@ -368,12 +373,6 @@ class Recommender:
             # what was forgotten, and what the export has, does not stay on disk
             left = [_packed(event) for recent in self.users.recent.values() for event in recent.raw]
             self._log.rewrite(about, [{"forgotten": list(self.users.forgotten)}, {"events": left}])
-
-
-def _about(bundle: Bundle) -> dict[str, Any]:
-    m = bundle.manifest
-    kinds = {"user_id_type": m.user_id_type, "item_id_type": m.item_id_type, "time_unit": m.time_unit}
-    return {"model_id": m.model_id, "as_of": m.as_of, "parent": m.parent, **kinds}
 
 
 def _packed(event: Event) -> list[Any]:
