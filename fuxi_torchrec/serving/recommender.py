@@ -248,15 +248,17 @@ class Recommender:
         events = [Event(*columns) for columns in zip(user_ids, items, timestamps, given, strict=True)]
         return self.append_events([events])[0]
 
-    def check_events(self, events: Sequence[Event]) -> None:
-        """A ValueError if an event cannot be appended."""
-        self._checks.events(events)
+    def append_events(self, groups: Sequence[Sequence[Event]], checked: bool = False) -> list[Appended]:
+        """The same for several callers at once, with one write and one wait for the disk.
 
-    def append_events(self, groups: Sequence[Sequence[Event]]) -> list[Appended]:
-        """The same for several callers at once, with one write and one wait for the disk."""
+        Args:
+            groups: events of each caller.
+            checked: the callers have made sure that every event can be appended.
+        """
         log = self._writable()
         events = [event for group in groups for event in group]
-        self.check_events(events)
+        if not checked:
+            self._checks.events(events)
         indices = self._catalogue.find_few([event.item_id for event in events])
         crowded = set[UserId]()
         with self.users.lock:
@@ -311,23 +313,22 @@ class Recommender:
         return self._rows.get(name)
 
     def info(self) -> dict[str, Any]:
-        """Version and size of what is served."""
+        """Version and size of what is served; it waits for nobody, so the numbers may be of different moments."""
         m, users = self.manifest, self.users
-        with users.lock:
-            return {
-                "model_id": m.model_id,
-                "as_of": m.as_of,
-                "time_unit": m.time_unit,
-                "items": m.items,
-                "users": m.users,
-                "recent_users": len(users.recent),
-                "recent_events": users.recent_events,
-                "forgotten_users": len(users.forgotten),
-                "cached_states": users.cached,
-                "damaged_states": users.stored.damaged,
-                "log_bytes": self._log.size if self._log is not None else 0,
-                "log_failed": self._log is not None and self._log.failed is not None,
-            }
+        return {
+            "model_id": m.model_id,
+            "as_of": m.as_of,
+            "time_unit": m.time_unit,
+            "items": m.items,
+            "users": m.users,
+            "recent_users": len(users.recent),
+            "recent_events": users.recent_events,
+            "forgotten_users": len(users.forgotten),
+            "cached_states": users.cached,
+            "damaged_states": users.stored.damaged,
+            "log_bytes": self._log.size if self._log is not None else 0,
+            "log_failed": self._log is not None and self._log.failed is not None,
+        }
 
     # --- inside: the log ---------------------------------------------------------------------------------------------
 

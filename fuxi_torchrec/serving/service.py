@@ -44,16 +44,20 @@ class Limits:
         body_bytes: of a request.
         events: of a request, appended or of a history.
         batch: requests worked on together.
+        batch_events: events appended together, unless one request has more.
         window_seconds: how long a request waits for others.
-        waiting: requests that may wait; more are refused with 503.
+        waiting: requests of a kind that may wait; more are refused with 503.
+        waiting_events: the same for the events that they have, or users to forget.
     """
 
     k: int = 1000
     body_bytes: int = 2**20
     events: int = 10_000
     batch: int = 64
+    batch_events: int = 10_000
     window_seconds: float = 0.002
     waiting: int = 4096
+    waiting_events: int = 100_000
 
 
 class Problem(BaseModel):
@@ -268,26 +272,29 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         repeat=True,
     )
     telling: Batcher[list[requests.Event], requests.Appended] = Batcher(
-        recommender.append_events,
+        partial(recommender.append_events, checked=True),  # by the description of NewEvent
         "append",
         allowed.batch,
         0.0,  # while one batch is being written, the next one gathers
         allowed.waiting,
         metrics.batch.labels("append").observe,
+        cost=len,
+        most_cost=allowed.batch_events,
+        waiting_cost=allowed.waiting_events,
     )
 
-    in_threads = 0
+    in_threads = held = 0
 
-    async def in_thread(work: Callable[..., Answered], *given: Any) -> Answered:
-        """For what is not worked on together."""
-        nonlocal in_threads
-        if in_threads >= allowed.waiting:
+    async def in_thread(cost: int, work: Callable[..., Answered], *given: Any) -> Answered:
+        """For what is not worked on together; the cost is in events or users."""
+        nonlocal in_threads, held
+        if in_threads >= allowed.waiting or (held and held + cost > allowed.waiting_events):
             raise OverloadedError("too many requests are waiting")
-        in_threads += 1
+        in_threads, held = in_threads + 1, held + cost
         try:
             return await asyncio.to_thread(work, *given)
         finally:
-            in_threads -= 1
+            in_threads, held = in_threads - 1, held - cost
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -328,6 +335,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         when = body.time if body.time is not None else now(manifest.time_unit)
         events = sorted(body.events, key=lambda event: event.timestamp)
         answer = await in_thread(
+            len(events),
             recommender.recommend_history,
             [event.item_id for event in events],
             [event.timestamp for event in events],
@@ -341,7 +349,6 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
     @app.post("/append", **posts)
     async def append(body: Append) -> Appended:
         events = [requests.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides)) for e in body.events]
-        recommender.check_events(events)
         done = await asyncio.wrap_future(telling.submit(events))
         metrics.events.labels("accepted").inc(done.accepted)
         metrics.events.labels("late").inc(done.late)
@@ -350,7 +357,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
 
     @app.post("/forget", **posts)
     async def forget(body: Forget) -> Forgotten:
-        count = await in_thread(recommender.forget, body.user_ids)
+        count = await in_thread(len(body.user_ids), recommender.forget, body.user_ids)
         metrics.forgotten.inc(count)
         return Forgotten(forgotten=count)
 

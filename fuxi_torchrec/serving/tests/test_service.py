@@ -185,19 +185,33 @@ def test_text_ids(tmp_path):
 # --- batching --------------------------------------------------------------------------------------------------------
 
 
+def held_up(work, first=(0,), **limits):
+    """A Batcher whose first input is worked on until the gate opens, and the gate."""
+    began, gate = threading.Event(), threading.Event()
+
+    def working(given):
+        began.set()
+        assert gate.wait(10)
+        return work(given)
+
+    batcher = Batcher(working, "test", **limits)
+    batcher.submit(first)
+    assert began.wait(10)
+    return batcher, gate
+
+
 def test_waiting_requests_are_worked_on_together():
-    sizes, gate = [], threading.Event()
+    sizes = []
 
     def work(given):
-        gate.wait(10)
         sizes.append(len(given))
         return [n * n for n in given]
 
-    batcher = Batcher(work, "test", most=8, window_seconds=0.05)
+    batcher, gate = held_up(work, most=8, first=0)
     futures = [batcher.submit(n) for n in range(20)]
     gate.set()
     assert [future.result(10) for future in futures] == [n * n for n in range(20)]
-    assert sizes == [8, 8, 4]
+    assert sizes == [1, 8, 8, 4]
     batcher.close()
     with pytest.raises(OverloadedError, match="shutting down"):
         batcher.submit(1)
@@ -227,6 +241,82 @@ def test_too_many_waiting_requests_are_refused():
     gate.set()
     batcher.close()  # what was taken is finished
     assert all(future.result(10) for future in futures)
+
+
+def test_a_batch_has_bounded_cost():
+    batches = []
+
+    def work(given):
+        batches.append([len(one) for one in given])
+        return [sum(one) for one in given]
+
+    batcher, gate = held_up(work, most=4, cost=len, most_cost=10)
+    given = [[1] * n for n in (4, 6, 1, 50, 3, 3, 1, 1, 1)]
+    futures = [batcher.submit(one) for one in given]
+    gate.set()
+    assert [future.result(10) for future in futures] == [4, 6, 1, 50, 3, 3, 1, 1, 1]
+    batcher.close()
+    assert batches == [[1], [4, 6], [1], [50], [3, 3, 1, 1], [1]]
+
+
+def test_waiting_requests_have_bounded_cost():
+    batcher, gate = held_up(lambda given: [0 for _ in given], cost=len, waiting_cost=10)
+    batcher.submit([1] * 9)
+    with pytest.raises(OverloadedError, match="too many requests are waiting"):
+        batcher.submit([1])
+    gate.set()
+    batcher.close()
+    alone = Batcher(lambda given: [len(one) for one in given], "test", cost=len, waiting_cost=10)
+    assert alone.submit([1] * 50).result(10) == 50, "nothing else is held"
+    alone.close()
+
+
+def test_events_that_wait_are_bounded(recommender, monkeypatch):
+    began, gate, append = threading.Event(), threading.Event(), recommender.append_events
+
+    def slowly(groups, **given):
+        began.set()
+        assert gate.wait(10)
+        return append(groups, **given)
+
+    monkeypatch.setattr(recommender, "append_events", slowly)
+    limits = Limits(waiting_events=10)
+    with TestClient(create_app(recommender, limits=limits)) as client, ThreadPoolExecutor(1) as pool:
+        event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
+        first = pool.submit(client.post, "/append", json={"events": [event] * 10})
+        assert began.wait(10)
+        refused = client.post("/append", json={"events": [event]})
+        gate.set()
+        assert (refused.status_code, refused.json()["detail"]) == (503, "too many requests are waiting")
+        assert first.result(10).json()["accepted"] == 10
+
+
+def test_health_and_metrics_wait_for_nobody(client, recommender):
+    class Held:
+        def __enter__(self):
+            raise AssertionError("events are being appended: this would wait")
+
+        def __exit__(self, *_):
+            pass
+
+    users, lock = recommender.users, recommender.users.lock
+    users.lock = Held()
+    try:
+        assert client.get("/health").status_code == 200
+        assert "fuxi_recent_events 0.0" in client.get("/metrics").text
+    finally:
+        users.lock = lock
+
+
+def test_each_event_is_checked_once(client, recommender, monkeypatch):
+    checked = []
+    for name in ("service", "requests"):
+        check = f"fuxi_torchrec.serving.{name}.check_event_time"
+        monkeypatch.setattr(check, lambda value, *_, **__: checked.append(value) or value)
+    time = as_of(client)
+    with TestClient(create_app(recommender)) as counting:
+        counting.post("/append", json={"events": [{"user_id": 3, "item_id": 1001, "timestamp": time}]})
+    assert checked == [time]
 
 
 def test_histories_that_wait_are_bounded_too(recommender, monkeypatch):
