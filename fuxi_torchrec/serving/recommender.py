@@ -15,11 +15,23 @@ from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.histories import Ints
 from fuxi_torchrec.serving.live_users import LiveUsers
-from fuxi_torchrec.serving.requests import Answer, Appended, Checks, Event, ItemId, Request, Sides, UserId, plain
+from fuxi_torchrec.serving.requests import (
+    Answer,
+    Appended,
+    Checks,
+    Event,
+    FullError,
+    ItemId,
+    Request,
+    Sides,
+    UserId,
+    plain,
+)
 from fuxi_torchrec.serving.stored import StoredUsers
 
 logger = get_logger(__name__)
 
+MAX_RECENT = 5_000_000  # events since the export: 1 to 2.5 GB
 _EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is asked for
 
 
@@ -37,6 +49,7 @@ class Recommender:
         content: LogContent | None,
         cache_mib: int = 512,
         search: Search = "index",
+        max_recent_events: int = MAX_RECENT,
     ) -> None:
         self.bundle, self.manifest = bundle, bundle.manifest
         self._model = UserModel(bundle)
@@ -47,6 +60,7 @@ class Recommender:
         cache_users = max(1, (cache_mib << 20) // max(1, self.manifest.state_bytes))
         stored = StoredUsers(bundle, self._model)
         self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, cache_users)
+        self.max_recent_events = max_recent_events
         self._log = log
         if content is not None:
             self._replay(content)
@@ -59,6 +73,7 @@ class Recommender:
         verify: Literal["sizes", "checksums"] = "sizes",
         cache_mib: int = 512,
         search: Search = "index",
+        max_recent_events: int = MAX_RECENT,
         read_only: bool = False,
         warm_up: bool = True,
     ) -> "Recommender":
@@ -70,6 +85,8 @@ class Recommender:
             verify: ``checksums`` reads every file once.
             cache_mib: memory for states of recent users; others are read or encoded again when asked for.
             search: ``index`` uses an approximate FAISS index if there is one, ``exact`` scores every item.
+            max_recent_events: events since the export, all of them in memory; more are not taken. Those of the log are
+                replayed however many there are.
             read_only: replay a log that another process may be writing; nothing can be appended.
             warm_up: answer once, so that the first caller does not wait for libraries.
         """
@@ -89,7 +106,7 @@ class Recommender:
                 if log is not None:
                     log.content = content
                 content = with_old(directory, content, about)
-            recommender = Recommender(bundle, log, content, cache_mib, search)
+            recommender = Recommender(bundle, log, content, cache_mib, search, max_recent_events)
             if warm_up:
                 recommender.warm_up()
         except BaseException:
@@ -236,7 +253,8 @@ class Recommender:
     ) -> Appended:
         """Add events, in this order; they are on disk when this returns.
 
-        An event older than its user's last one is late: it is counted and left out. The next full export has it.
+        An event older than its user's last one is late: it is counted and left out. The next full export has it. An
+        ExportError when there are ``max_recent_events``: an export that has them is needed.
         """
         user_ids, items, timestamps = plain(user_ids), plain(items), plain(timestamps)
         if not len(user_ids) == len(items) == len(timestamps) or (sides is not None and len(sides) != len(items)):
@@ -264,6 +282,7 @@ class Recommender:
         with self.users.lock:
             accepted = self.users.accepted(events)
             kept = [event for event, ok in zip(events, accepted, strict=True) if ok]
+            self._check_room(len(kept))
             position = log.write({"events": [_packed(event) for event in kept]}) if kept else 0
             for event, item, ok in zip(events, indices, accepted, strict=True):
                 if ok:
@@ -323,6 +342,7 @@ class Recommender:
             "users": m.users,
             "recent_users": len(users.recent),
             "recent_events": users.recent_events,
+            "max_recent_events": self.max_recent_events,
             "forgotten_users": len(users.forgotten),
             "cached_states": users.cached,
             "damaged_states": users.stored.damaged,
@@ -336,6 +356,14 @@ class Recommender:
         if self._log is None:
             raise ValueError("this Recommender is closed or was loaded with read_only=True: nothing can be appended")
         return self._log
+
+    def _check_room(self, more: int) -> None:
+        if more and self.users.recent_events + more > self.max_recent_events:
+            raise FullError(
+                f"{self.users.recent_events:,} events since the export are in memory, and {more:,} more pass the limit "
+                f"of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new export, or give "
+                "a higher --max-recent-events (max_recent_events) and more memory"
+            )
 
     def _replay(self, content: LogContent) -> None:
         """Bring back what was appended. On another export than the log was begun with, what that one has is left out:

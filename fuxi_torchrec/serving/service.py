@@ -131,7 +131,8 @@ class Metrics:
         version.labels(recommender.manifest.model_id, str(recommender.manifest.as_of)).set(1)
         for name, what in (
             ("cached_states", "States in memory"),
-            ("recent_events", "Events since the export"),
+            ("recent_events", "Events since the export, in memory"),
+            ("max_recent_events", "How many of them there may be"),
             ("damaged_states", "States found damaged and encoded again"),
             ("log_bytes", "Size of the append log"),
             ("log_failed", "Whether nothing can be appended any more"),
@@ -409,6 +410,11 @@ def _answer_problems(app: FastAPI) -> None:
     async def cannot_write(_: Request, error: ExportError) -> Response:
         logger.error("%s", error)
         return _problem(503, "the request cannot be served now; the log says why")
+
+    @app.exception_handler(requests.FullError)
+    async def full(_: Request, error: requests.FullError) -> Response:
+        logger.error("%s", error)
+        return _problem(503, str(error))
 
     @app.exception_handler(OverloadedError)
     async def overloaded(_: Request, error: OverloadedError) -> Response:

@@ -28,6 +28,7 @@ from fuxi_torchrec.serving.requests import Request
 from fuxi_torchrec.serving.tests.exports import (
     SIDES,
     Log,
+    assert_states_close,
     export_of,
     histories_of,
     random_log,
@@ -655,6 +656,43 @@ def test_states_out_of_the_cache_are_made_again(tmp_path):
     with Recommender.load(tmp_path / "x") as recommender:
         for one, other in zip(answers, recommender.recommend(range(8), last + DAY, 10), strict=True):
             assert one.items == other.items
+
+
+def test_recent_events_are_bounded(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", max_recent_events=3) as recommender:
+        recommender.append([1, 2], [1001, 1002], [last + 1] * 2)
+        with pytest.raises(ExportError, match=r"Refresh and restart on the new export"):
+            recommender.append([1, 1], [1003, 1004], [last + 2] * 2)
+        assert recommender.append([1, 1], [1003, 1004], [last + 2, last - DAY]).accepted == 1  # the other is late
+        recommender.forget([2])
+        assert recommender.append([1], [1005], [last + 3]).accepted == 1
+    refresh(tmp_path / "x", tmp_path / "x.log", tmp_path / "y")
+    with Recommender.load(tmp_path / "x", max_recent_events=1) as recommender:  # what was taken is there
+        assert recommender.info()["recent_events"] == 3
+    with Recommender.load(tmp_path / "y", log_dir=tmp_path / "x.log", max_recent_events=1) as recommender:
+        assert recommender.append([1], [1006], [last + 4]).accepted == 1
+
+
+def test_many_waiting_events_are_encoded_in_calls_of_bounded_size(tmp_path, monkeypatch):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        for user in range(8):
+            recommender.append([user] * 6, [1001 + n for n in range(6)], [last + n for n in range(6)])
+        shutil.copytree(tmp_path / "x.log", tmp_path / "log")
+        at_once = recommender.states(range(8))
+    monkeypatch.setattr("fuxi_torchrec.serving.encoding.AT_ONCE", 13)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        append, sizes = recommender._model.append, []
+
+        def counting(state, new):
+            if len(new.lengths) and set(new.lengths.tolist()) == {6}:
+                sizes.append(len(new.items))
+            return append(state, new)
+
+        monkeypatch.setattr(recommender._model, "append", counting)
+        assert_states_close(recommender.states(range(8)), at_once)
+    assert sizes == [12] * 4
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------

@@ -143,6 +143,15 @@ def test_an_event_that_is_yet_to_come_is_refused(client):
     assert answer.status_code == 422 and "is yet to come: events have happened" in answer.json()["detail"]
 
 
+def test_more_events_than_memory_has_room_for_are_refused(client, recommender):
+    recommender.max_recent_events = 1
+    event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
+    refused = client.post("/append", json={"events": [event, event]})
+    assert refused.status_code == 503 and "Refresh and restart on the new export" in refused.json()["detail"]
+    assert client.post("/append", json={"events": [event]}).status_code == 200
+    assert "fuxi_max_recent_events 1.0" in client.get("/metrics").text
+
+
 def test_metrics_tell_what_happened(client):
     client.post("/recommend", json={"user_id": 987, "time": as_of(client)})
     client.post("/recommend", json={})
