@@ -83,15 +83,16 @@ Text = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _sides(recommender: Recommender) -> type[BaseModel]:
-    """Side features of an event, by name."""
+    """Side features of an event, by name; the fields have names of our own, since a class cannot have every one."""
     fields: dict[str, Any] = {}
-    for side in recommender.manifest.sides:
+    for number, side in enumerate(recommender.manifest.sides):
         rows = recommender.side_rows(side.name)
-        if rows is None:
-            fields[side.name] = (Text | None, None)
-            continue
-        value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]
-        fields[side.name] = (list[value], []) if side.multiple else (value, 0)
+        kind: Any = Text | None
+        if rows is not None:
+            value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]
+            kind = list[value] if side.multiple else value
+        default: Any = None if rows is None else [] if side.multiple else 0
+        fields[f"side_{number}"] = (kind, Field(default, alias=side.name))
     return create_model("Sides", __base__=_Strict, **fields)
 
 
@@ -306,7 +307,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         logger.info("everything acknowledged is on disk; stopped")
 
     def plain(sides: BaseModel | None) -> dict[str, Any] | None:
-        return sides.model_dump(exclude_none=True, exclude_unset=True) if sides is not None else None
+        return sides.model_dump(by_alias=True, exclude_none=True, exclude_unset=True) if sides is not None else None
 
     bearer = HTTPBearer(auto_error=False)
 

@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fuxi_torchrec.serving.batching import Batcher, OverloadedError
+from fuxi_torchrec.serving.bundle import SideTable
 from fuxi_torchrec.serving.demo import DAY, DemoExport, write_demo_export
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.service import Limits, create_app
@@ -189,6 +190,23 @@ def test_text_ids(tmp_path):
             body = f'{{"user_id": {bad}}}'
             answer = client.post("/recommend", content=body, headers=JSON)
             assert answer.status_code == 422 and "user_id" in answer.json()["detail"]
+
+
+def test_side_features_may_have_any_name(tmp_path):
+    names = ("_action", "_tags", "copy", "side_0", "model_config")
+    sides = tuple(SideTable(name, multiple=name == "_tags", pooling="sum") for name in names)
+    write_demo_export(tmp_path / "x", DemoExport(items=30, users=5, sides=sides, text_sides=("copy",)))
+    recommender = Recommender.load(tmp_path / "x")
+    given = {"_action": 3, "_tags": [1, 2], "copy": "value-1", "side_0": 4}
+    with TestClient(create_app(recommender)) as client:
+        event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client), "sides": given}
+        assert client.post("/append", json={"events": [event]}).json()["accepted"] == 1
+        assert recommender.users.recent[3].raw[0].sides == given
+        described = client.get("/openapi.json").json()["components"]["schemas"]["Sides"]["properties"]
+        assert list(described) == list(names)
+        event["sides"] = {"side_1": [1]}
+        refused = client.post("/append", json={"events": [event]})
+        assert refused.status_code == 422 and "sides.side_1" in refused.json()["detail"]
 
 
 # --- batching --------------------------------------------------------------------------------------------------------
