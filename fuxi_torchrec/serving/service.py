@@ -79,7 +79,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 # almost 2^63: the description writes bounds as floats, and this one is the same number to everybody who reads it
 _MOST = 2**63 // 128_000 * 128_000
 Int64 = Annotated[int, Field(ge=-_MOST, le=_MOST), BeforeValidator(_whole)]
-Text = Annotated[str, Field(min_length=1, max_length=256)]
+Text = Annotated[str, Field(min_length=1, max_length=2048)]
 
 
 def _sides(recommender: Recommender) -> type[BaseModel]:

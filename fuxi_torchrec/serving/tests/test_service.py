@@ -186,7 +186,11 @@ def test_text_ids(tmp_path):
     with TestClient(create_app(recommender), raise_server_exceptions=False) as client:
         answer = client.post("/recommend", json={"user_id": "user-3", "time": recommender.manifest.as_of, "k": 1})
         assert answer.json()["known"] and answer.json()["items"][0]["item_id"].startswith("item-")
-        for bad in ('"\\ud800"', '""', "5"):
+        long = "x" * 2048
+        event = {"user_id": long, "item_id": long, "timestamp": recommender.manifest.as_of}
+        assert client.post("/append", json={"events": [event]}).json()["accepted"] == 1
+        assert client.post("/recommend", json={"user_id": long, "time": event["timestamp"]}).json()["known"]
+        for bad in ('"\\ud800"', '""', "5", f'"{long}x"'):
             body = f'{{"user_id": {bad}}}'
             answer = client.post("/recommend", content=body, headers=JSON)
             assert answer.status_code == 422 and "user_id" in answer.json()["detail"]
