@@ -40,6 +40,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-k", type=int, default=1000, help="items of an answer")
     parser.add_argument("--max-body-kib", type=int, default=1024, help="size of a request")
     parser.add_argument("--max-events", type=int, default=10_000, help="events of a request")
+    parser.add_argument("--max-connections", type=int, default=1024, help="open at once; more are answered with 503")
     parser.add_argument("--max-batch", type=int, default=64, help="requests worked on together")
     parser.add_argument("--batch-window-ms", type=float, default=2.0, help="how long a request waits for others")
     return parser.parse_args(arguments)
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     """A ValueError if a number cannot be meant."""
     least = {"cache_mib": 0, "max_k": 1, "max_body_kib": 1, "max_events": 1, "max_batch": 1, "batch_window_ms": 0}
-    least |= {"threads": 1, "max_recent_events": 1}
+    least |= {"threads": 1, "max_recent_events": 1, "max_connections": 1}
     for name, smallest in least.items():
         value = getattr(args, name)
         if value is not None and not value >= smallest:
@@ -116,7 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "%s: %s users, %s items, as of %s", args.export, f"{info['users']:,}", f"{info['items']:,}", info["as_of"]
     )
     app = create_app(recommender, token, limits)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="info", access_log=False, timeout_graceful_shutdown=10)
+    uvicorn.run(
+        app,
+        host=args.host,
+        port=args.port,
+        log_level="info",
+        access_log=False,
+        limit_concurrency=args.max_connections,
+        timeout_graceful_shutdown=10,
+    )
     return 0
 
 

@@ -1,9 +1,7 @@
 """A Recommender over HTTP. Needs the extra [serve]."""
 
 import asyncio
-import hmac
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from starlette.exceptions import HTTPException
@@ -22,15 +20,11 @@ from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving import requests
 from fuxi_torchrec.serving.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.bundle import ExportError
+from fuxi_torchrec.serving.guard import Guard, problem
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.times import NAMES, bounds, check_event_time, check_time, last_event, now
 
 logger = get_logger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 
 Answered = TypeVar("Answered")
 
@@ -140,6 +134,11 @@ class Metrics:
         ):
             gauge = Gauge(f"fuxi_{name}", what, **named)
             gauge.set_function(partial(_read, recommender, name))
+
+    def observe(self, path: str, status: int, seconds: float) -> None:
+        """One request."""
+        self.requests.labels(path, str(status)).inc()
+        self.seconds.labels(path).observe(seconds)
 
 
 def _read(recommender: Recommender, name: str) -> float:
@@ -309,16 +308,9 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
     def plain(sides: BaseModel | None) -> dict[str, Any] | None:
         return sides.model_dump(by_alias=True, exclude_none=True, exclude_unset=True) if sides is not None else None
 
-    bearer = HTTPBearer(auto_error=False)
-
-    async def check_token(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
-        if token is not None and (
-            shown is None or not hmac.compare_digest(shown.credentials.encode(errors="replace"), token.encode())
-        ):
-            raise HTTPException(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
-
     app = FastAPI(title="fuxi_torchrec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    closed: dict[str, Any] = {"dependencies": [Depends(check_token)]} if token is not None else {}
+    # for the description; the guard asks for the token, before there is a body
+    closed: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]} if token is not None else {}
     errors = (400, 413, 422, 503, *([401] if token is not None else []))
     posts: dict[str, Any] = {**closed, "responses": _problems(*errors)}
 
@@ -386,12 +378,15 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
 
     app.openapi = description  # type: ignore[method-assign]
     _answer_problems(app)
-    app.add_middleware(_Guard, limits=allowed, metrics=metrics, paths=frozenset(r.path for r in app.routes))  # type: ignore[attr-defined]
+    app.add_middleware(
+        Guard,
+        token=token,
+        open_paths=frozenset(("/health", "/openapi.json")),
+        paths=frozenset(route.path for route in app.routes),  # type: ignore[attr-defined]
+        body_bytes=allowed.body_bytes,
+        observe=metrics.observe,
+    )
     return app
-
-
-def _problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": detail}, status, headers)
 
 
 def _answer_problems(app: FastAPI) -> None:
@@ -401,87 +396,26 @@ def _answer_problems(app: FastAPI) -> None:
     async def not_as_described(_: Request, error: RequestValidationError) -> Response:
         said = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()[:10]]
         text = "; ".join(said).encode("utf-8", "replace").decode()
-        return _problem(422, text)
+        return problem(422, text)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
-        return _problem(error.status_code, str(error.detail), dict(error.headers or {}))
+        return problem(error.status_code, str(error.detail), dict(error.headers or {}))
 
     @app.exception_handler(ExportError)
     async def cannot_write(_: Request, error: ExportError) -> Response:
         logger.error("%s", error)
-        return _problem(503, "the request cannot be served now; the log says why")
+        return problem(503, "the request cannot be served now; the log says why")
 
     @app.exception_handler(requests.FullError)
     async def full(_: Request, error: requests.FullError) -> Response:
         logger.error("%s", error)
-        return _problem(503, str(error))
+        return problem(503, str(error))
 
     @app.exception_handler(OverloadedError)
     async def overloaded(_: Request, error: OverloadedError) -> Response:
-        return _problem(503, str(error), {"Retry-After": "1"})
+        return problem(503, str(error), {"Retry-After": "1"})
 
     @app.exception_handler(ValueError)
     async def cannot_be_meant(_: Request, error: ValueError) -> Response:
-        return _problem(400, str(error).encode("utf-8", "replace").decode())
-
-
-class _Guard:
-    """Limits bodies, counts requests and times them."""
-
-    def __init__(self, app: Any, limits: Limits, metrics: Metrics, paths: frozenset[str]) -> None:
-        self.app, self.limits, self.metrics, self.paths = app, limits, metrics, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        began, status = time.perf_counter(), 500
-        path = scope["path"] if scope["path"] in self.paths else "other"
-
-        async def sending(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            body = await self._body(scope, receive)
-            if body is None:
-                await _too_large(self.limits.body_bytes)(scope, receive, sending)
-            else:
-                await self.app(scope, _replayed(body, receive), sending)
-        finally:
-            self.metrics.requests.labels(path, str(status)).inc()
-            self.metrics.seconds.labels(path).observe(time.perf_counter() - began)
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if it is too large."""
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.limits.body_bytes:
-            return None
-        body = bytearray()
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if len(body) > self.limits.body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return bytes(body)
-
-
-def _too_large(limit: int) -> JSONResponse:
-    return _problem(413, f"the body is larger than {limit:,} bytes", {"Connection": "close"})
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    given = False
-
-    async def again() -> MutableMapping[str, Any]:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+        return problem(400, str(error).encode("utf-8", "replace").decode())

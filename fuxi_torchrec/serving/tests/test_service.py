@@ -1,5 +1,6 @@
 """The service: what it answers, what it refuses, and how it works on many requests at once."""
 
+import asyncio
 import os
 import threading
 import time
@@ -122,6 +123,37 @@ def test_a_wrong_token_is_refused(recommender):
         assert client.get("/metrics").status_code == 401
         assert client.get("/health").status_code == 200
         assert client.post("/recommend", json=ask, headers={"Authorization": "Bearer sesame"}).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "status"), [("/append", 401), ("/metrics", 401), ("/nowhere", 401), ("/health", 405)])
+def test_no_body_is_read_without_the_token(recommender, path, status):
+    async def receive():
+        raise AssertionError("the body was asked for")
+
+    async def send(message):
+        sent.append(message)
+
+    sent = []
+    headers = [(b"content-length", b"1000"), (b"authorization", b"Bearer wrong")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    asyncio.run(create_app(recommender, token="sesame")(scope, receive, send))
+    assert sent[0]["status"] == status
+    recommender.close()
+
+
+def test_the_command_bounds_connections_and_events(export, tmp_path, monkeypatch):
+    from pipelines import serve
+
+    def run(app, **options):
+        ran.append(options["limit_concurrency"])
+        with TestClient(app) as client:
+            assert "fuxi_max_recent_events 7.0" in client.get("/metrics").text
+
+    ran = []
+    monkeypatch.setattr("uvicorn.run", run)
+    arguments = ["--export", str(export), "--log-dir", str(tmp_path / "log"), "--max-recent-events", "7"]
+    assert serve.main(arguments) == serve.main([*arguments, "--max-connections", "5"]) == 0
+    assert ran == [1024, 5]
 
 
 def test_a_disk_that_failed_is_bad_health(client, monkeypatch):
