@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fuxi_torchrec.logging import get_logger, setup_logging
-from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.recommender import MAX_RECENT, Recommender
 
 logger = get_logger(__name__)
 
@@ -30,10 +30,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verify", choices=("sizes", "checksums"), default="sizes")
     parser.add_argument("--search", choices=("index", "exact"), default="index")
     parser.add_argument("--cache-mib", type=int, default=512, help="memory for states of recent users")
+    parser.add_argument(
+        "--max-recent-events",
+        type=int,
+        default=MAX_RECENT,
+        help="events since the export that are held in memory; beyond it, appending is 503 until a refresh",
+    )
     parser.add_argument("--threads", type=int, help="of the encoder and the search; torch's choice by default")
     parser.add_argument("--max-k", type=int, default=1000, help="items of an answer")
     parser.add_argument("--max-body-kib", type=int, default=1024, help="size of a request")
     parser.add_argument("--max-events", type=int, default=10_000, help="events of a request")
+    parser.add_argument("--max-connections", type=int, default=1024, help="open at once; more are answered with 503")
     parser.add_argument("--max-batch", type=int, default=64, help="requests worked on together")
     parser.add_argument("--batch-window-ms", type=float, default=2.0, help="how long a request waits for others")
     return parser.parse_args(arguments)
@@ -42,7 +49,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     """A ValueError if a number cannot be meant."""
     least = {"cache_mib": 0, "max_k": 1, "max_body_kib": 1, "max_events": 1, "max_batch": 1, "batch_window_ms": 0}
-    for name, smallest in {**least, "threads": 1}.items():
+    least |= {"threads": 1, "max_recent_events": 1, "max_connections": 1}
+    for name, smallest in least.items():
         value = getattr(args, name)
         if value is not None and not value >= smallest:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, not {value}")
@@ -85,7 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         token = read_token(args)
         recommender = Recommender.load(
-            args.export, log_dir=args.log_dir, verify=args.verify, cache_mib=args.cache_mib, search=args.search
+            args.export,
+            log_dir=args.log_dir,
+            verify=args.verify,
+            cache_mib=args.cache_mib,
+            search=args.search,
+            max_recent_events=args.max_recent_events,
         )
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)
@@ -104,7 +117,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "%s: %s users, %s items, as of %s", args.export, f"{info['users']:,}", f"{info['items']:,}", info["as_of"]
     )
     app = create_app(recommender, token, limits)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="info", access_log=False, timeout_graceful_shutdown=10)
+    uvicorn.run(
+        app,
+        host=args.host,
+        port=args.port,
+        log_level="info",
+        access_log=False,
+        limit_concurrency=args.max_connections,
+        timeout_graceful_shutdown=10,
+    )
     return 0
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from fuxi_torchrec.durable import lock, sync
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.serving.bundle import ExportError
+from fuxi_torchrec.serving.bundle import ExportError, Manifest
 
 logger = get_logger(__name__)
 
@@ -44,19 +44,35 @@ class LogContent:
     size: int
 
 
-def read_log(directory: Path, name: str = LOG_FILE) -> LogContent:
-    """Everything whole in a log. Damage before the end is an error: events that were acknowledged would be lost."""
+def about_of(manifest: Manifest) -> dict[str, Any]:
+    """What a log says of the export it is for."""
+    kinds = {kind: getattr(manifest, kind) for kind in ("user_id_type", "item_id_type", "time_unit")}
+    parent = manifest.parent
+    if parent is not None:  # the request tells refreshes apart; who was forgotten is no part of that
+        parent = {name: value for name, value in parent.items() if name != "forgotten"}
+    return {"version": VERSION, "model_id": manifest.model_id, "as_of": manifest.as_of, "parent": parent, **kinds}
+
+
+def read_about(directory: Path, name: str = LOG_FILE) -> dict[str, Any]:
+    """What a log says of itself: its first line."""
     path = directory / name
-    data = path.read_bytes()
-    line_end = data.find(b"\n")
+    with path.open("rb") as file:
+        line = file.readline()
     try:
-        about = json.loads(data[:line_end])
+        about: dict[str, Any] = json.loads(line)
         version = about["version"]
     except (ValueError, KeyError, TypeError):
         raise ExportError(f"{path}: not an append log, or its first line is damaged: move it away") from None
     if version != VERSION:
         raise ExportError(f"{path}: log of version {version}, this software reads {VERSION}")
-    at, records = line_end + 1, list[Record]()
+    return about
+
+
+def read_log(directory: Path, name: str = LOG_FILE) -> LogContent:
+    """Everything whole in a log. Damage before the end is an error: events that were acknowledged would be lost."""
+    path = directory / name
+    about, data = read_about(directory, name), path.read_bytes()
+    at, records = data.find(b"\n") + 1, list[Record]()
     while len(data) - at >= _HEAD.size:
         length, complement, crc = _HEAD.unpack_from(data, at)
         sound = length ^ complement == _BITS
@@ -89,9 +105,8 @@ def with_old(directory: Path, content: LogContent, about: dict[str, Any]) -> Log
     """A log for the export that is served now. If that is the one before, the events that the newer one had are brought
     back from the log before: all of that, then what came later.
     """
-    wanted = {"version": VERSION, **about}
-    old = read_old(directory) if content.about != wanted else None
-    if old is None or old.about != wanted:
+    old = read_old(directory) if content.about != about else None
+    if old is None or old.about != about:
         return content
     there = Counter(json.dumps(event) for record in old.records for event in record.get("events", ()))
     records = list(old.records)
@@ -162,7 +177,7 @@ class AppendLog:
             for name in (LOG_FILE, OLD_FILE):  # of a start that was stopped
                 (directory / f".{name}.new").unlink(missing_ok=True)
             if not self.path.exists():
-                self._write(LOG_FILE, {"version": VERSION, **about}, [])
+                self._write(LOG_FILE, about, [])
             self.content = read_log(directory)
             self._file = os.open(self.path, os.O_RDWR)
             if self.content.end < self.content.size:
@@ -229,20 +244,20 @@ class AppendLog:
             about: of the export.
             records: what it lacks, and who was forgotten.
         """
-        wanted, found, old = {"version": VERSION, **about}, self.content, read_old(self.directory)
+        found, old = self.content, read_old(self.directory)
         newly = [user for record in found.records for user in record.get("forget", ())]
-        before = found if found.about != wanted else old
+        before = found if found.about != about else old
         if before is old and old is not None:
             before = dataclasses.replace(old, records=[*old.records, {"forget": newly}])
-        if found.about != wanted and old is not None and old.about == wanted:
+        if found.about != about and old is not None and old.about == about:
             # back to the export before: until the new log is there, the old one alone has some of its events
-            self._write(LOG_FILE, wanted, settled(records, "forget" if newly else "forgotten"))
+            self._write(LOG_FILE, about, settled(records, "forget" if newly else "forgotten"))
             self._write_old(before)
             if newly:
-                self._write(LOG_FILE, wanted, settled(records))
+                self._write(LOG_FILE, about, settled(records))
         else:
             self._write_old(before)
-            self._write(LOG_FILE, wanted, settled(records))
+            self._write(LOG_FILE, about, settled(records))
         os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR)
         self._written = self._synced = os.fstat(self._file).st_size

@@ -1,5 +1,6 @@
 """Requests of many callers, worked on together."""
 
+import math
 import queue
 import threading
 import time
@@ -25,6 +26,9 @@ class Batcher(Generic[Given, Result]):
         window_seconds: how long to wait for more after the first.
         waiting: inputs that may wait; more are refused.
         observe: is told the size of every batch.
+        cost: of an input, 1 or more.
+        most_cost: of a batch of more than one input.
+        waiting_cost: of all inputs that wait or are worked on; an input alone may have more.
         repeat: work on the inputs of a failed batch one by one, so that an error is only that of the input which has
             it; for work that changes nothing.
     """
@@ -38,7 +42,13 @@ class Batcher(Generic[Given, Result]):
         waiting: int = 4096,
         observe: Callable[[int], object] = lambda _: None,
         repeat: bool = False,
+        cost: Callable[[Given], int] = lambda _: 1,
+        most_cost: float = math.inf,
+        waiting_cost: float = math.inf,
     ) -> None:
+        self._cost, self._most_cost, self._waiting_cost = cost, most_cost, waiting_cost
+        self._held = 0  # cost of everything that is not finished
+        self._next: tuple[Given, Future[Result]] | None = None  # taken, and too much for the batch before
         self._work, self._most, self._window, self._observe = work, most, window_seconds, observe
         self._repeat = repeat
         self._queue: queue.Queue[tuple[Given, Future[Result]] | None] = queue.Queue(waiting)
@@ -53,10 +63,14 @@ class Batcher(Generic[Given, Result]):
         with self._lock:
             if self._closed:
                 raise OverloadedError("the service is shutting down")
+            cost = self._cost(given)
+            if self._held and self._held + cost > self._waiting_cost:
+                raise OverloadedError("too many requests are waiting")
             try:
                 self._queue.put_nowait((given, future))
             except queue.Full:
                 raise OverloadedError("too many requests are waiting") from None
+            self._held += cost
         return future
 
     def close(self) -> None:
@@ -71,13 +85,14 @@ class Batcher(Generic[Given, Result]):
     def _run(self) -> None:
         more = True
         while more:
-            batch, more = self._collect()
+            taken, more = self._collect()
             # a caller that went away has cancelled its future
-            batch = [(given, future) for given, future in batch if future.set_running_or_notify_cancel()]
-            if not batch:
-                continue
-            self._observe(len(batch))
-            self._finish(batch)
+            batch = [(given, future) for given, future in taken if future.set_running_or_notify_cancel()]
+            if batch:
+                self._observe(len(batch))
+                self._finish(batch)
+            with self._lock:
+                self._held -= sum(self._cost(given) for given, _ in taken)
 
     def _finish(self, batch: Sequence[tuple[Given, "Future[Result]"]]) -> None:
         try:
@@ -94,10 +109,10 @@ class Batcher(Generic[Given, Result]):
                 future.set_exception(error)
 
     def _collect(self) -> tuple[list[tuple[Given, "Future[Result]"]], bool]:
-        first = self._queue.get()
+        first, self._next = self._next or self._queue.get(), None
         if first is None:
             return [], False
-        batch, deadline = [first], time.monotonic() + self._window
+        batch, cost, deadline = [first], self._cost(first[0]), time.monotonic() + self._window
         while len(batch) < self._most:
             try:
                 left = deadline - time.monotonic()
@@ -106,5 +121,9 @@ class Batcher(Generic[Given, Result]):
                 break
             if entry is None:
                 return batch, False
+            cost += self._cost(entry[0])
+            if cost > self._most_cost:
+                self._next = entry
+                break
             batch.append(entry)
         return batch, True

@@ -78,7 +78,8 @@ class Manifest:
         run: step and name of the checkpoint it was made from.
         rules: the rules of anchors, as_of and ties, in words.
         files: every other file of the export.
-        parent: model_id and as_of of the export that a refresh began with; None for a full export.
+        parent: model_id and as_of of the export that a refresh began with, what was applied to it and who was forgotten
+            (hashes, and until when); None for a full export.
     """
 
     model: dict[str, Any]

@@ -1,5 +1,6 @@
 """Events of several users, one user after another: what is encoded, stored and joined."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -179,3 +180,30 @@ def _side_column(lists: pa.ChunkedArray, side: SideTable) -> Column:
 def of_events(users: int, user: Ints, items: Ints, times: Ints, sides: dict[str, Any] | None = None) -> Histories:
     """Of events sorted by user."""
     return Histories(bounds_of(np.bincount(user, minlength=users)), items, times, sides or {})
+
+
+def covered(stored: Histories, events: Histories) -> NDArray[np.bool_]:
+    """Which events the stored ones of the same users have: of those at the user's last time, as many of an item as
+    there are.
+
+    Example:
+        >>> stored = Histories(np.array([0, 3]), np.array([5, 6, 6]), np.array([10, 20, 20]))
+        >>> events = Histories(np.array([0, 5]), np.array([5, 6, 7, 6, 6]), np.array([10, 20, 20, 20, 20]))
+        >>> covered(stored, events).tolist()
+        [False, True, False, True, False]
+    """
+    some = stored.lengths > 0
+    last = np.full(len(stored), -1)
+    last[some] = stored.times[stored.offsets[1:][some] - 1]
+    there = events.times == np.repeat(last, events.lengths)
+    user = np.repeat(np.arange(len(events)), events.lengths)
+    left: dict[int, Counter[int]] = {}
+    for at in np.flatnonzero(there):
+        one = int(user[at])
+        if one not in left:
+            mine = slice(stored.offsets[one], stored.offsets[one + 1])
+            left[one] = Counter(stored.items[mine][stored.times[mine] == last[one]].tolist())
+        item = int(events.items[at])
+        there[at] = left[one][item] > 0
+        left[one][item] -= int(there[at])
+    return there

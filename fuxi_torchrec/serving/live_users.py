@@ -10,7 +10,7 @@ import numpy as np
 
 from fuxi_torchrec.modules.state import EncoderState
 from fuxi_torchrec.serving.bundle import SideTable
-from fuxi_torchrec.serving.encoding import UserModel
+from fuxi_torchrec.serving.encoding import UserModel, batches
 from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.requests import Event, UserId
 from fuxi_torchrec.serving.stored import StoredUsers
@@ -18,6 +18,8 @@ from fuxi_torchrec.serving.stored import StoredUsers
 
 class _Recent:
     """What a user did since the export; only ever grows."""
+
+    __slots__ = ("items", "raw")
 
     def __init__(self) -> None:
         self.raw: list[Event] = []
@@ -166,23 +168,31 @@ class LiveUsers:
         return snapshots
 
     def states(self, snapshots: Sequence[Snapshot]) -> EncoderState:
-        """States with every event of the snapshots.
+        """States with every event of the snapshots, encoded in calls of bounded size.
 
         A state is a function of a user's events alone: whoever computes it may keep it for the others.
         """
         if not snapshots:
             return self._model.like
-        state = self._bases(snapshots)
         waiting = [snapshot.count - snapshot.applied for snapshot in snapshots]
-        if any(waiting):
-            items, events = list[int](), list[Event]()
-            for snapshot in snapshots:
-                if snapshot.recent is not None:
-                    items += snapshot.recent.items[snapshot.applied : snapshot.count]
-                    events += snapshot.recent.raw[snapshot.applied : snapshot.count]
-            state = self._model.append(state, self.history(items, events, waiting))
+        parts, first = [], 0
+        for end in batches(np.array(waiting, np.int64)):
+            parts.append(self._states_of(snapshots[first:end], waiting[first:end]))
+            first = end
+        state = EncoderState.concatenate(parts) if len(parts) > 1 else parts[0]
         self._keep(snapshots, state, waiting)
         return state
+
+    def _states_of(self, snapshots: Sequence[Snapshot], waiting: Sequence[int]) -> EncoderState:
+        state = self._bases(snapshots)
+        if not any(waiting):
+            return state
+        items, events = list[int](), list[Event]()
+        for snapshot in snapshots:
+            if snapshot.recent is not None:
+                items += snapshot.recent.items[snapshot.applied : snapshot.count]
+                events += snapshot.recent.raw[snapshot.applied : snapshot.count]
+        return self._model.append(state, self.history(items, events, waiting))
 
     def _bases(self, snapshots: Sequence[Snapshot]) -> EncoderState:
         """From the cache, the export, or nothing."""

@@ -8,17 +8,30 @@ import numpy as np
 
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, read_log, with_old
+from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
 from fuxi_torchrec.serving.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
+from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.histories import Ints
 from fuxi_torchrec.serving.live_users import LiveUsers
-from fuxi_torchrec.serving.requests import Answer, Appended, Checks, Event, ItemId, Request, Sides, UserId, plain
+from fuxi_torchrec.serving.requests import (
+    Answer,
+    Appended,
+    Checks,
+    Event,
+    FullError,
+    ItemId,
+    Request,
+    Sides,
+    UserId,
+    plain,
+)
 from fuxi_torchrec.serving.stored import StoredUsers
 
 logger = get_logger(__name__)
 
+MAX_RECENT = 5_000_000  # events since the export: 1 to 2.5 GB
 _EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is asked for
 
 
@@ -36,6 +49,7 @@ class Recommender:
         content: LogContent | None,
         cache_mib: int = 512,
         search: Search = "index",
+        max_recent_events: int = MAX_RECENT,
     ) -> None:
         self.bundle, self.manifest = bundle, bundle.manifest
         self._model = UserModel(bundle)
@@ -46,6 +60,7 @@ class Recommender:
         cache_users = max(1, (cache_mib << 20) // max(1, self.manifest.state_bytes))
         stored = StoredUsers(bundle, self._model)
         self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, cache_users)
+        self.max_recent_events = max_recent_events
         self._log = log
         if content is not None:
             self._replay(content)
@@ -58,6 +73,7 @@ class Recommender:
         verify: Literal["sizes", "checksums"] = "sizes",
         cache_mib: int = 512,
         search: Search = "index",
+        max_recent_events: int = MAX_RECENT,
         read_only: bool = False,
         warm_up: bool = True,
     ) -> "Recommender":
@@ -69,22 +85,28 @@ class Recommender:
             verify: ``checksums`` reads every file once.
             cache_mib: memory for states of recent users; others are read or encoded again when asked for.
             search: ``index`` uses an approximate FAISS index if there is one, ``exact`` scores every item.
+            max_recent_events: events since the export, all of them in memory; more are not taken. Those of the log are
+                replayed however many there are.
             read_only: replay a log that another process may be writing; nothing can be appended.
             warm_up: answer once, so that the first caller does not wait for libraries.
         """
         path = Path(path)
         bundle = Bundle.open(path, verify)
         directory = Path(log_dir) if log_dir is not None else path.absolute().with_name(path.absolute().name + ".log")
-        log, content = None, None
+        log, content, about = None, None, about_of(bundle.manifest)
         if not read_only:
-            log = AppendLog(directory, _about(bundle))
+            log = AppendLog(directory, about)
             content = log.content
         elif (directory / LOG_FILE).exists():
             content = read_log(directory)
-        if content is not None:
-            content = with_old(directory, content, _about(bundle))
         try:
-            recommender = Recommender(bundle, log, content, cache_mib, search)
+            if content is not None:
+                if content.about != about:  # a log of this export has it behind it
+                    content = Forgotten.of(bundle.manifest).out_of(content)
+                if log is not None:
+                    log.content = content
+                content = with_old(directory, content, about)
+            recommender = Recommender(bundle, log, content, cache_mib, search, max_recent_events)
             if warm_up:
                 recommender.warm_up()
         except BaseException:
@@ -231,7 +253,8 @@ class Recommender:
     ) -> Appended:
         """Add events, in this order; they are on disk when this returns.
 
-        An event older than its user's last one is late: it is counted and left out. The next full export has it.
+        An event older than its user's last one is late: it is counted and left out. The next full export has it. An
+        ExportError when there are ``max_recent_events``: an export that has them is needed.
         """
         user_ids, items, timestamps = plain(user_ids), plain(items), plain(timestamps)
         if not len(user_ids) == len(items) == len(timestamps) or (sides is not None and len(sides) != len(items)):
@@ -243,20 +266,23 @@ class Recommender:
         events = [Event(*columns) for columns in zip(user_ids, items, timestamps, given, strict=True)]
         return self.append_events([events])[0]
 
-    def check_events(self, events: Sequence[Event]) -> None:
-        """A ValueError if an event cannot be appended."""
-        self._checks.events(events)
+    def append_events(self, groups: Sequence[Sequence[Event]], checked: bool = False) -> list[Appended]:
+        """The same for several callers at once, with one write and one wait for the disk.
 
-    def append_events(self, groups: Sequence[Sequence[Event]]) -> list[Appended]:
-        """The same for several callers at once, with one write and one wait for the disk."""
+        Args:
+            groups: events of each caller.
+            checked: the callers have made sure that every event can be appended.
+        """
         log = self._writable()
         events = [event for group in groups for event in group]
-        self.check_events(events)
+        if not checked:
+            self._checks.events(events)
         indices = self._catalogue.find_few([event.item_id for event in events])
         crowded = set[UserId]()
         with self.users.lock:
             accepted = self.users.accepted(events)
             kept = [event for event, ok in zip(events, accepted, strict=True) if ok]
+            self._check_room(len(kept))
             position = log.write({"events": [_packed(event) for event in kept]}) if kept else 0
             for event, item, ok in zip(events, indices, accepted, strict=True):
                 if ok:
@@ -306,23 +332,23 @@ class Recommender:
         return self._rows.get(name)
 
     def info(self) -> dict[str, Any]:
-        """Version and size of what is served."""
+        """Version and size of what is served; it waits for nobody, so the numbers may be of different moments."""
         m, users = self.manifest, self.users
-        with users.lock:
-            return {
-                "model_id": m.model_id,
-                "as_of": m.as_of,
-                "time_unit": m.time_unit,
-                "items": m.items,
-                "users": m.users,
-                "recent_users": len(users.recent),
-                "recent_events": users.recent_events,
-                "forgotten_users": len(users.forgotten),
-                "cached_states": users.cached,
-                "damaged_states": users.stored.damaged,
-                "log_bytes": self._log.size if self._log is not None else 0,
-                "log_failed": self._log is not None and self._log.failed is not None,
-            }
+        return {
+            "model_id": m.model_id,
+            "as_of": m.as_of,
+            "time_unit": m.time_unit,
+            "items": m.items,
+            "users": m.users,
+            "recent_users": len(users.recent),
+            "recent_events": users.recent_events,
+            "max_recent_events": self.max_recent_events,
+            "forgotten_users": len(users.forgotten),
+            "cached_states": users.cached,
+            "damaged_states": users.stored.damaged,
+            "log_bytes": self._log.size if self._log is not None else 0,
+            "log_failed": self._log is not None and self._log.failed is not None,
+        }
 
     # --- inside: the log ---------------------------------------------------------------------------------------------
 
@@ -331,18 +357,26 @@ class Recommender:
             raise ValueError("this Recommender is closed or was loaded with read_only=True: nothing can be appended")
         return self._log
 
+    def _check_room(self, more: int) -> None:
+        if more and self.users.recent_events + more > self.max_recent_events:
+            raise FullError(
+                f"{self.users.recent_events:,} events since the export are in memory, and {more:,} more pass the limit "
+                f"of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new export, or give "
+                "a higher --max-recent-events (max_recent_events) and more memory"
+            )
+
     def _replay(self, content: LogContent) -> None:
         """Bring back what was appended. On another export than the log was begun with, what that one has is left out:
         events before the user's last one there, and of those at the same time as many of an item as it has.
         """
-        about = _about(self.bundle)
+        about = about_of(self.manifest)
         kinds = ("user_id_type", "item_id_type", "time_unit")
         if any(content.about.get(kind) != about[kind] for kind in kinds):
             raise ExportError(
                 "the append log has other ids or times than the export: "
                 + ", ".join(f"{kind} {content.about.get(kind)} and {about[kind]}" for kind in kinds)
             )
-        same = content.about == {"version": content.about["version"], **about}
+        same = content.about == about
         covered, torn = 0, False
         # what the export has of a user's last time there; more of that time came after it was made
         events = () if same else (packed for record in content.records for packed in record.get("events", ()))
@@ -368,12 +402,6 @@ class Recommender:
             # what was forgotten, and what the export has, does not stay on disk
             left = [_packed(event) for recent in self.users.recent.values() for event in recent.raw]
             self._log.rewrite(about, [{"forgotten": list(self.users.forgotten)}, {"events": left}])
-
-
-def _about(bundle: Bundle) -> dict[str, Any]:
-    m = bundle.manifest
-    kinds = {"user_id_type": m.user_id_type, "item_id_type": m.item_id_type, "time_unit": m.time_unit}
-    return {"model_id": m.model_id, "as_of": m.as_of, "parent": m.parent, **kinds}
 
 
 def _packed(event: Event) -> list[Any]:

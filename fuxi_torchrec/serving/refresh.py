@@ -6,6 +6,7 @@ Rules, also in the manifest:
 * A user whose encoded events would pass ``max_positions`` gets a new anchor: the last ``max_length`` events.
 * An event older than the user's last one is late: it is counted and left out. The next full export has it.
 * The same events applied again, whatever files they are in, are recognised and left out.
+* Users to forget are left out, and what they did until now stays out of later refreshes too.
 * Vectors of touched users are asked at the new ``as_of``; the others keep theirs, unless all are asked again.
 """
 
@@ -21,9 +22,10 @@ from typing import Literal
 
 from fuxi_torchrec.data.times import show_time
 from fuxi_torchrec.durable import OutputLock, sync
+from fuxi_torchrec.serving.append_log import LOG_FILE, about_of, read_about
 from fuxi_torchrec.serving.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.new_events import LogColumns, read_events
-from fuxi_torchrec.serving.refresh_run import Progress, RefreshRun
+from fuxi_torchrec.serving.refresh_run import Progress, RefreshRun, Since
 from fuxi_torchrec.serving.refresh_summary import Summary
 from fuxi_torchrec.serving.times import check_time
 
@@ -72,13 +74,30 @@ def refresh(
         return summary
     with _place_for(output) as place:
         summary.seconds["reading"] = time.perf_counter() - began
-        run = RefreshRun(bundle, new, place, as_of, requery_all, forget, summary, progress or (lambda *_: None))
+        run = RefreshRun(
+            bundle,
+            new,
+            place,
+            as_of,
+            requery_all,
+            forget,
+            summary,
+            progress or (lambda *_: None),
+            _since(Path(events), bundle),
+        )
         run.run(request)
         if output.exists():
             raise ExportError(f"{output} appeared while this was running: choose another output")
         os.rename(place, output)
         sync(output.absolute().parent)
     return summary
+
+
+def _since(events: Path, bundle: Bundle) -> Since:
+    """How events lie to an export: a Recommender's log says which one it is for."""
+    if not (events / LOG_FILE).exists():
+        return "unknown"
+    return "export" if read_about(events) == about_of(bundle.manifest) else "before"
 
 
 def _done_already(output: Path, request: str) -> bool:

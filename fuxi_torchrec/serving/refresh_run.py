@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +31,9 @@ from fuxi_torchrec.serving.bundle import (
     write_manifest,
 )
 from fuxi_torchrec.serving.encoding import UserModel, batches
-from fuxi_torchrec.serving.histories import Histories, Ints
+from fuxi_torchrec.serving.forgotten import KEY as FORGOTTEN
+from fuxi_torchrec.serving.forgotten import Forgotten
+from fuxi_torchrec.serving.histories import Histories, Ints, covered
 from fuxi_torchrec.serving.new_events import NewEvents
 from fuxi_torchrec.serving.parts import (
     ID_TYPES,
@@ -45,6 +48,7 @@ from fuxi_torchrec.serving.parts import (
 )
 from fuxi_torchrec.serving.refresh_summary import Clock, Summary
 from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
+from fuxi_torchrec.serving.times import now
 
 logger = get_logger(__name__)
 
@@ -57,6 +61,8 @@ RULES = {
 
 
 Progress = Callable[[str, int, int], None]  # what is done, users so far, users in all
+# where the events begin: with the export, or before it, as in the log of a Recommender on another one; or nobody knows
+Since = Literal["export", "before", "unknown"]
 
 
 class RefreshRun:
@@ -72,13 +78,14 @@ class RefreshRun:
         forget: Sequence[int | str],
         summary: Summary,
         progress: Progress,
+        since: Since = "unknown",
     ) -> None:
         self.bundle, self.manifest, self.place = bundle, bundle.manifest, place
         self.as_of, self.requery_all, self.summary, self.progress = as_of, requery_all, summary, progress
         for name in (ENCODER, TABLES):
             check_file(bundle.path / name, self.manifest.files[name], contents=True)
         self.model = UserModel(bundle)
-        self.new, self.digest = new, new.digest
+        self.new, self.digest, self.since = new, new.digest, since
         self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
         self.files: dict[str, FileEntry] = {}
         self.users = self.states = self.done = 0
@@ -87,6 +94,7 @@ class RefreshRun:
             self.forget = pa.array(list(dict.fromkeys(forget)), id_type)
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ExportError(f"users to forget must be {id_type}, as in the export: {error}") from None
+        self.forgotten = Forgotten.of(self.manifest)
 
     def run(self, request: str) -> None:
         """All parts, then what is the same, then the manifest."""
@@ -140,12 +148,15 @@ class RefreshRun:
             self.summary.applied_before = True
             logger.info("these events were applied before: %s", self.digest[:16])
             return Histories.empty(0, self.manifest.sides), new.users[:0], new.forgotten[:0]
-        unwanted = _mask(new.users, self.forget)
-        self.summary.forgotten_events = int(new.histories.lengths[unwanted].sum())
+        counts = np.repeat(~_mask(new.users, self.forget), new.histories.lengths)
+        if self.since != "export":  # what a Recommender on this export took came after it had forgotten
+            counts &= self.forgotten.counts(new.users, new.histories)
+        self.summary.forgotten_events = int((~counts).sum())
         if len(new) or len(new.forgotten):
             self.applied.append(self.digest)
-        kept = np.flatnonzero(~unwanted)
-        return new.histories.select(kept), new.users.take(pa.array(kept)), new.forgotten
+        histories = new.histories.filter(counts)
+        kept = np.flatnonzero(histories.lengths)
+        return histories.select(kept), new.users.take(pa.array(kept)), new.forgotten
 
     # --- a part ------------------------------------------------------------------------------------------------------
 
@@ -176,10 +187,15 @@ class RefreshRun:
             users = read_users(self._path(USERS, number))
             if not len(users):
                 users = Users.new(users.ids, self.manifest.dimension)
-        on_time = events.times >= np.repeat(
-            np.where(users.events[touched] > 0, users.last_time[touched], 0), events.lengths
-        )
+        last = np.repeat(np.where(users.events[touched] > 0, users.last_time[touched], 0), events.lengths)
+        on_time = events.times >= last
         self.summary.late_events += int((~on_time).sum())
+        histories = None
+        if self.since == "before" and (events.times == last).any():
+            histories = self._histories(number, users)
+            there = covered(histories.select(touched), events)
+            self.summary.covered_events += int(there.sum())
+            on_time &= ~there
         events = events.filter(on_time)
         some = events.lengths > 0
         touched, events = touched[some], events.select(np.flatnonzero(some))
@@ -187,11 +203,7 @@ class RefreshRun:
         if not changes and not self.requery_all:
             self._link_part(number)
             return
-        with self.clock("reading"):
-            check_file(self._path(HISTORIES, number), self.manifest.files[part_name(HISTORIES, number)], contents=True)
-            histories = read_histories(self._path(HISTORIES, number), users.ids, self.manifest.sides)
-        if not np.array_equal(histories.lengths, users.events):
-            raise ExportError(f"{self._path(HISTORIES, number)}: lengths are not those in users/: export again")
+        histories = histories if histories is not None else self._histories(number, users)
         # new events, a row per user of the part
         place = np.full(len(users), len(events))
         place[touched] = np.arange(len(touched))
@@ -207,6 +219,15 @@ class RefreshRun:
                 self._path(STATES, number, "bin"), self.manifest.model_id, self.manifest.state_bytes - TRAILER_BYTES
             )
         self._write_part(number, users.select(kept), histories.select(kept), added.select(kept), old_states, changes)
+
+    def _histories(self, number: int, users: Users) -> Histories:
+        path = self._path(HISTORIES, number)
+        with self.clock("reading"):
+            check_file(path, self.manifest.files[part_name(HISTORIES, number)], contents=True)
+            histories = read_histories(path, users.ids, self.manifest.sides)
+        if not np.array_equal(histories.lengths, users.events):
+            raise ExportError(f"{path}: lengths are not those in users/: export again")
+        return histories
 
     def _new_part(self, number: int, ids: pa.Array, events: Histories) -> None:
         users = Users.new(ids, self.manifest.dimension)
@@ -365,6 +386,10 @@ class RefreshRun:
 
     def _finish(self, request: str) -> None:
         before = {"model_id": self.manifest.model_id, "as_of": self.manifest.as_of}
+        # a log that this run did not see may be older than the clock, and one that it saw ahead of it
+        until = max(now(self.manifest.time_unit), int(self.new.histories.times.max(initial=0)))
+        forgotten = self.forgotten.and_these(self.forget.to_pylist(), until).until
+        parent = {**before, "applied": self.applied, "request": request}
         manifest = replace(
             self.manifest,
             as_of=self.as_of,
@@ -372,7 +397,7 @@ class RefreshRun:
             states=self.states,
             rules={**self.manifest.rules, **RULES},
             files=dict(sorted(self.files.items())),
-            parent={**before, "applied": self.applied, "request": request},
+            parent={**parent, FORGOTTEN: forgotten} if forgotten else parent,
         )
         for folder in {str(Path(name).parent) for name in self.files}:
             sync(self.place / folder)

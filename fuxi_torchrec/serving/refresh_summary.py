@@ -16,6 +16,7 @@ class Summary:
     applied_before: bool = False
     already_done: bool = False
     late_events: int = 0
+    covered_events: int = 0
     unknown_items: int = 0
     bad_rows: dict[str, int] = field(default_factory=dict)
     touched_users: int = 0
@@ -45,6 +46,7 @@ class Summary:
         )
         for count, what in (
             (self.late_events, "late events left out"),
+            (self.covered_events, "events at their user's last time left out, which the export has"),
             (self.unknown_items, "events of items that the model does not know"),
             (sum(self.bad_rows.values()), "bad rows left out"),
             (self.damaged_states, "damaged states encoded again"),

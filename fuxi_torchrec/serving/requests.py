@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fuxi_torchrec.serving.bundle import Manifest
+from fuxi_torchrec.serving.bundle import ExportError, Manifest
 from fuxi_torchrec.serving.times import check_event_time, check_time
 
 UserId = int | str
@@ -57,7 +57,11 @@ class Answer:
         return {"user": self.user_id, "as_of": self.as_of, "items": items} | rest
 
 
-@dataclass(frozen=True)
+class FullError(ExportError):
+    """No more events fit into memory: an export that has them is needed."""
+
+
+@dataclass(frozen=True, slots=True)  # there are many of them
 class Event:
     """One event, with raw ids and, for models that have them, side features: text as in the data, or indices."""
 

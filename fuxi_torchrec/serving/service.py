@@ -1,9 +1,7 @@
 """A Recommender over HTTP. Needs the extra [serve]."""
 
 import asyncio
-import hmac
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from starlette.exceptions import HTTPException
@@ -22,15 +20,11 @@ from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving import requests
 from fuxi_torchrec.serving.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.bundle import ExportError
+from fuxi_torchrec.serving.guard import Guard, problem
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.times import NAMES, bounds, check_event_time, check_time, last_event, now
 
 logger = get_logger(__name__)
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 
 Answered = TypeVar("Answered")
 
@@ -44,16 +38,20 @@ class Limits:
         body_bytes: of a request.
         events: of a request, appended or of a history.
         batch: requests worked on together.
+        batch_events: events appended together, unless one request has more.
         window_seconds: how long a request waits for others.
-        waiting: requests that may wait; more are refused with 503.
+        waiting: requests of a kind that may wait; more are refused with 503.
+        waiting_events: the same for the events that they have, or users to forget.
     """
 
     k: int = 1000
     body_bytes: int = 2**20
     events: int = 10_000
     batch: int = 64
+    batch_events: int = 10_000
     window_seconds: float = 0.002
     waiting: int = 4096
+    waiting_events: int = 100_000
 
 
 class Problem(BaseModel):
@@ -75,19 +73,20 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 # almost 2^63: the description writes bounds as floats, and this one is the same number to everybody who reads it
 _MOST = 2**63 // 128_000 * 128_000
 Int64 = Annotated[int, Field(ge=-_MOST, le=_MOST), BeforeValidator(_whole)]
-Text = Annotated[str, Field(min_length=1, max_length=256)]
+Text = Annotated[str, Field(min_length=1, max_length=2048)]
 
 
 def _sides(recommender: Recommender) -> type[BaseModel]:
-    """Side features of an event, by name."""
+    """Side features of an event, by name; the fields have names of our own, since a class cannot have every one."""
     fields: dict[str, Any] = {}
-    for side in recommender.manifest.sides:
+    for number, side in enumerate(recommender.manifest.sides):
         rows = recommender.side_rows(side.name)
-        if rows is None:
-            fields[side.name] = (Text | None, None)
-            continue
-        value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]
-        fields[side.name] = (list[value], []) if side.multiple else (value, 0)
+        kind: Any = Text | None
+        if rows is not None:
+            value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]
+            kind = list[value] if side.multiple else value
+        default: Any = None if rows is None else [] if side.multiple else 0
+        fields[f"side_{number}"] = (kind, Field(default, alias=side.name))
     return create_model("Sides", __base__=_Strict, **fields)
 
 
@@ -127,13 +126,19 @@ class Metrics:
         version.labels(recommender.manifest.model_id, str(recommender.manifest.as_of)).set(1)
         for name, what in (
             ("cached_states", "States in memory"),
-            ("recent_events", "Events since the export"),
+            ("recent_events", "Events since the export, in memory"),
+            ("max_recent_events", "How many of them there may be"),
             ("damaged_states", "States found damaged and encoded again"),
             ("log_bytes", "Size of the append log"),
             ("log_failed", "Whether nothing can be appended any more"),
         ):
             gauge = Gauge(f"fuxi_{name}", what, **named)
             gauge.set_function(partial(_read, recommender, name))
+
+    def observe(self, path: str, status: int, seconds: float) -> None:
+        """One request."""
+        self.requests.labels(path, str(status)).inc()
+        self.seconds.labels(path).observe(seconds)
 
 
 def _read(recommender: Recommender, name: str) -> float:
@@ -268,26 +273,29 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         repeat=True,
     )
     telling: Batcher[list[requests.Event], requests.Appended] = Batcher(
-        recommender.append_events,
+        partial(recommender.append_events, checked=True),  # by the description of NewEvent
         "append",
         allowed.batch,
         0.0,  # while one batch is being written, the next one gathers
         allowed.waiting,
         metrics.batch.labels("append").observe,
+        cost=len,
+        most_cost=allowed.batch_events,
+        waiting_cost=allowed.waiting_events,
     )
 
-    in_threads = 0
+    in_threads = held = 0
 
-    async def in_thread(work: Callable[..., Answered], *given: Any) -> Answered:
-        """For what is not worked on together."""
-        nonlocal in_threads
-        if in_threads >= allowed.waiting:
+    async def in_thread(cost: int, work: Callable[..., Answered], *given: Any) -> Answered:
+        """For what is not worked on together; the cost is in events or users."""
+        nonlocal in_threads, held
+        if in_threads >= allowed.waiting or (held and held + cost > allowed.waiting_events):
             raise OverloadedError("too many requests are waiting")
-        in_threads += 1
+        in_threads, held = in_threads + 1, held + cost
         try:
             return await asyncio.to_thread(work, *given)
         finally:
-            in_threads -= 1
+            in_threads, held = in_threads - 1, held - cost
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -298,18 +306,11 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         logger.info("everything acknowledged is on disk; stopped")
 
     def plain(sides: BaseModel | None) -> dict[str, Any] | None:
-        return sides.model_dump(exclude_none=True, exclude_unset=True) if sides is not None else None
-
-    bearer = HTTPBearer(auto_error=False)
-
-    async def check_token(shown: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]) -> None:
-        if token is not None and (
-            shown is None or not hmac.compare_digest(shown.credentials.encode(errors="replace"), token.encode())
-        ):
-            raise HTTPException(401, "the bearer token is missing or wrong", {"WWW-Authenticate": "Bearer"})
+        return sides.model_dump(by_alias=True, exclude_none=True, exclude_unset=True) if sides is not None else None
 
     app = FastAPI(title="fuxi_torchrec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    closed: dict[str, Any] = {"dependencies": [Depends(check_token)]} if token is not None else {}
+    # for the description; the guard asks for the token, before there is a body
+    closed: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]} if token is not None else {}
     errors = (400, 413, 422, 503, *([401] if token is not None else []))
     posts: dict[str, Any] = {**closed, "responses": _problems(*errors)}
 
@@ -328,6 +329,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         when = body.time if body.time is not None else now(manifest.time_unit)
         events = sorted(body.events, key=lambda event: event.timestamp)
         answer = await in_thread(
+            len(events),
             recommender.recommend_history,
             [event.item_id for event in events],
             [event.timestamp for event in events],
@@ -341,7 +343,6 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
     @app.post("/append", **posts)
     async def append(body: Append) -> Appended:
         events = [requests.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides)) for e in body.events]
-        recommender.check_events(events)
         done = await asyncio.wrap_future(telling.submit(events))
         metrics.events.labels("accepted").inc(done.accepted)
         metrics.events.labels("late").inc(done.late)
@@ -350,7 +351,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
 
     @app.post("/forget", **posts)
     async def forget(body: Forget) -> Forgotten:
-        count = await in_thread(recommender.forget, body.user_ids)
+        count = await in_thread(len(body.user_ids), recommender.forget, body.user_ids)
         metrics.forgotten.inc(count)
         return Forgotten(forgotten=count)
 
@@ -377,12 +378,15 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
 
     app.openapi = description  # type: ignore[method-assign]
     _answer_problems(app)
-    app.add_middleware(_Guard, limits=allowed, metrics=metrics, paths=frozenset(r.path for r in app.routes))  # type: ignore[attr-defined]
+    app.add_middleware(
+        Guard,
+        token=token,
+        open_paths=frozenset(("/health", "/openapi.json")),
+        paths=frozenset(route.path for route in app.routes),  # type: ignore[attr-defined]
+        body_bytes=allowed.body_bytes,
+        observe=metrics.observe,
+    )
     return app
-
-
-def _problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    return JSONResponse({"detail": detail}, status, headers)
 
 
 def _answer_problems(app: FastAPI) -> None:
@@ -392,82 +396,26 @@ def _answer_problems(app: FastAPI) -> None:
     async def not_as_described(_: Request, error: RequestValidationError) -> Response:
         said = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()[:10]]
         text = "; ".join(said).encode("utf-8", "replace").decode()
-        return _problem(422, text)
+        return problem(422, text)
 
     @app.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
-        return _problem(error.status_code, str(error.detail), dict(error.headers or {}))
+        return problem(error.status_code, str(error.detail), dict(error.headers or {}))
 
     @app.exception_handler(ExportError)
     async def cannot_write(_: Request, error: ExportError) -> Response:
         logger.error("%s", error)
-        return _problem(503, "the request cannot be served now; the log says why")
+        return problem(503, "the request cannot be served now; the log says why")
+
+    @app.exception_handler(requests.FullError)
+    async def full(_: Request, error: requests.FullError) -> Response:
+        logger.error("%s", error)
+        return problem(503, str(error))
 
     @app.exception_handler(OverloadedError)
     async def overloaded(_: Request, error: OverloadedError) -> Response:
-        return _problem(503, str(error), {"Retry-After": "1"})
+        return problem(503, str(error), {"Retry-After": "1"})
 
     @app.exception_handler(ValueError)
     async def cannot_be_meant(_: Request, error: ValueError) -> Response:
-        return _problem(400, str(error).encode("utf-8", "replace").decode())
-
-
-class _Guard:
-    """Limits bodies, counts requests and times them."""
-
-    def __init__(self, app: Any, limits: Limits, metrics: Metrics, paths: frozenset[str]) -> None:
-        self.app, self.limits, self.metrics, self.paths = app, limits, metrics, paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        began, status = time.perf_counter(), 500
-        path = scope["path"] if scope["path"] in self.paths else "other"
-
-        async def sending(message: MutableMapping[str, Any]) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            body = await self._body(scope, receive)
-            if body is None:
-                await _too_large(self.limits.body_bytes)(scope, receive, sending)
-            else:
-                await self.app(scope, _replayed(body, receive), sending)
-        finally:
-            self.metrics.requests.labels(path, str(status)).inc()
-            self.metrics.seconds.labels(path).observe(time.perf_counter() - began)
-
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if it is too large."""
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.limits.body_bytes:
-            return None
-        body = bytearray()
-        while True:
-            message = await receive()
-            body += message.get("body", b"")
-            if len(body) > self.limits.body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return bytes(body)
-
-
-def _too_large(limit: int) -> JSONResponse:
-    return _problem(413, f"the body is larger than {limit:,} bytes", {"Connection": "close"})
-
-
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    given = False
-
-    async def again() -> MutableMapping[str, Any]:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+        return problem(400, str(error).encode("utf-8", "replace").decode())

@@ -28,12 +28,14 @@ from fuxi_torchrec.serving.requests import Request
 from fuxi_torchrec.serving.tests.exports import (
     SIDES,
     Log,
+    assert_states_close,
     export_of,
     histories_of,
     random_log,
     users_of,
 )
 from fuxi_torchrec.serving.tests.threads import mixed_operations
+from fuxi_torchrec.serving.times import now
 
 DEMO = DemoExport(items=50, users=12, events=60, state_min_events=20, users_per_part=5)
 ROOT = Path(__file__).parents[3]
@@ -403,6 +405,74 @@ def saved_log(tmp_path, gone, back, last, other):
     return tmp_path / "same"
 
 
+def logged(tmp_path, *names):
+    """Events of users 7 in the files of a log directory."""
+    return [
+        event[1:3]
+        for name in names or (LOG_FILE, OLD_FILE)
+        if (tmp_path / "log" / name).exists()
+        for record in read_log(tmp_path / "log", name).records
+        for event in record.get("events", ())
+        if event[0] == 7
+    ]
+
+
+@pytest.mark.parametrize("way", ["of the log", "of a file", "by two refreshes"])
+def test_who_a_refresh_forgot_does_not_come_back_from_the_log(tmp_path, way):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([7, 2], [1001, 1002], [last + 1] * 2)
+        (tmp_path / "new.csv").write_text(f"user_id,item_id,timestamp\n2,1002,{last + 1}\n")
+        events = tmp_path / ("new.csv" if way == "of a file" else "log")
+        assert refresh(tmp_path / "x", events, tmp_path / "y", forget=[7]).forgotten_users == 1
+        recommender.append([2], [1003], [last + 2])
+    if way == "by two refreshes":
+        summary = refresh(tmp_path / "y", tmp_path / "log", tmp_path / "z")
+        assert (summary.forgotten_events, summary.touched_users, 7 in users_of(tmp_path / "z")) == (1, 1, False)
+    new = "z" if way == "by two refreshes" else "y"
+    reader = Recommender.load(tmp_path / new, log_dir=tmp_path / "log", read_only=True)
+    assert not reader.recommend([7], last + DAY, 5)[0].known and logged(tmp_path)
+    for export in (new, new, "x", new):  # a restart, back to the export before, and forth
+        with Recommender.load(tmp_path / export, log_dir=tmp_path / "log") as recommender:
+            gone, other = recommender.recommend([7, 2], last + DAY, 5)
+            assert (gone.known, other.events) == (False, len(_log.of(2)) + 2), export
+        assert not logged(tmp_path), "nothing is left on disk"
+    refresh(tmp_path / new, tmp_path / "log", tmp_path / "last")
+    assert 7 not in users_of(tmp_path / "last")
+
+
+def test_what_a_user_does_after_being_forgotten_by_a_refresh_is_a_new_history(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([7], [1001], [last + 1])
+        refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y", forget=[7])
+        later = now("s") + DAY
+        recommender.append([7], [1002], [later])
+    refresh(tmp_path / "y", tmp_path / "log", tmp_path / "z")
+    assert users_of(tmp_path / "z")[7].history.items.tolist() == [2]
+    for export in ("y", "z", "y", "x", "y"):
+        with Recommender.load(tmp_path / export, log_dir=tmp_path / "log") as recommender:
+            assert recommender.recommend([7], later, 5)[0].events == 1
+        assert logged(tmp_path, LOG_FILE) == [[1002, later]]
+    # on the export that forgot, an event may have any time: it is a new user's
+    with Recommender.load(tmp_path / "y", log_dir=tmp_path / "fresh") as recommender:
+        assert recommender.append([7], [1003], [last]).accepted == 1
+    with Recommender.load(tmp_path / "y", log_dir=tmp_path / "fresh") as recommender:
+        assert recommender.recommend([7], later, 5)[0].events == 1
+    refresh(tmp_path / "y", tmp_path / "fresh", tmp_path / "w")
+    assert users_of(tmp_path / "w")[7].history.items.tolist() == [3]
+
+
+def test_the_manifest_remembers_forgotten_users_without_their_ids(tmp_path):
+    write_demo_export(tmp_path / "x", replace(DEMO, user_id_type="string"))
+    (tmp_path / "new.csv").write_text("user_id,item_id,timestamp\n")
+    refresh(tmp_path / "x", tmp_path / "new.csv", tmp_path / "y", forget=["user-7"])
+    refresh(tmp_path / "y", tmp_path / "new.csv", tmp_path / "z", forget=["user-8"])
+    text = (tmp_path / "z" / MANIFEST).read_text()
+    assert "user-7" not in text and "user-8" not in text
+    assert len(Bundle.open(tmp_path / "z").manifest.parent["forgotten"]) == 2
+
+
 def test_a_log_that_only_forgets_makes_an_export_without_these_users(tmp_path):
     log_export(tmp_path)
     with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
@@ -443,6 +513,23 @@ def test_events_of_one_time_are_kept_when_the_next_export_has_only_the_first(tmp
         assert [(answer.items, answer.events) for answer in after] == [
             (answer.items, answer.events) for answer in before
         ]
+
+
+def test_a_running_services_log_can_be_refreshed_from_again_and_again(tmp_path):
+    _log, last = log_export(tmp_path)
+    time = last + 7
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        recommender.append([3, 3, 4, 70], [1001, 7, 1009, 1004], [time] * 4)  # 7 is an item that nobody knows
+        refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
+        recommender.append([3, 3, 3, 5], [1002, 1001, 1003, 1001], [time, time, time + 1, time])
+        summary = refresh(tmp_path / "y", tmp_path / "log", tmp_path / "z")
+        recommender.append([3], [1003], [time + 1])
+        refresh(tmp_path / "z", tmp_path / "log", tmp_path / "last")
+        alive = recommender.recommend([3, 4, 5, 70], time + DAY, 5)
+    assert (summary.covered_events, summary.touched_users, summary.late_events) == (4, 2, 0)
+    found = users_of(tmp_path / "last")
+    assert found[3].history.items[-6:].tolist() == [1, 0, 2, 1, 3, 3]
+    assert [found[user].row["events"] for user in (3, 4, 5, 70)] == [answer.events for answer in alive]
 
 
 def test_the_log_before_a_change_of_exports_is_kept(tmp_path):
@@ -569,6 +656,43 @@ def test_states_out_of_the_cache_are_made_again(tmp_path):
     with Recommender.load(tmp_path / "x") as recommender:
         for one, other in zip(answers, recommender.recommend(range(8), last + DAY, 10), strict=True):
             assert one.items == other.items
+
+
+def test_recent_events_are_bounded(tmp_path):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x", max_recent_events=3) as recommender:
+        recommender.append([1, 2], [1001, 1002], [last + 1] * 2)
+        with pytest.raises(ExportError, match=r"Refresh and restart on the new export"):
+            recommender.append([1, 1], [1003, 1004], [last + 2] * 2)
+        assert recommender.append([1, 1], [1003, 1004], [last + 2, last - DAY]).accepted == 1  # the other is late
+        recommender.forget([2])
+        assert recommender.append([1], [1005], [last + 3]).accepted == 1
+    refresh(tmp_path / "x", tmp_path / "x.log", tmp_path / "y")
+    with Recommender.load(tmp_path / "x", max_recent_events=1) as recommender:  # what was taken is there
+        assert recommender.info()["recent_events"] == 3
+    with Recommender.load(tmp_path / "y", log_dir=tmp_path / "x.log", max_recent_events=1) as recommender:
+        assert recommender.append([1], [1006], [last + 4]).accepted == 1
+
+
+def test_many_waiting_events_are_encoded_in_calls_of_bounded_size(tmp_path, monkeypatch):
+    _log, last = log_export(tmp_path)
+    with Recommender.load(tmp_path / "x") as recommender:
+        for user in range(8):
+            recommender.append([user] * 6, [1001 + n for n in range(6)], [last + n for n in range(6)])
+        shutil.copytree(tmp_path / "x.log", tmp_path / "log")
+        at_once = recommender.states(range(8))
+    monkeypatch.setattr("fuxi_torchrec.serving.encoding.AT_ONCE", 13)
+    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
+        append, sizes = recommender._model.append, []
+
+        def counting(state, new):
+            if len(new.lengths) and set(new.lengths.tolist()) == {6}:
+                sizes.append(len(new.items))
+            return append(state, new)
+
+        monkeypatch.setattr(recommender._model, "append", counting)
+        assert_states_close(recommender.states(range(8)), at_once)
+    assert sizes == [12] * 4
 
 
 # --- threads ---------------------------------------------------------------------------------------------------------

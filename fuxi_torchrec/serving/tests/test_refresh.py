@@ -37,20 +37,19 @@ ROOT = Path(__file__).parents[3]
 
 
 def cut(log, draw, users):
-    """The log in two at a random place of each user's; the users at the end have nothing in the first part."""
+    """The log in two at a random place of each user's, the second part mixed or not; the users at the end have nothing
+    in the first part.
+    """
     before, after = Log(), Log()
     for user in users:
         rows = log.of(user)
         place = int(draw.integers(0, len(rows) + 1)) if user < len(users) - 2 else 0
         before.rows += rows[:place]
         after.rows += rows[place:]
-    mixed = [after.rows[n] for n in np.argsort(draw.random(len(after.rows)), kind="stable")]
-    after.rows = sorted(mixed, key=lambda row: row[2])  # by time, users mixed; ties of one user in order
-    after.rows = (
-        [row for user in users for row in log.of(user) if row in after.rows]
-        if draw.random() < 0.5
-        else [row for _, row in sorted(((r[2], log.of(r[0]).index(r)), r) for r in after.rows)]
-    )
+    if draw.random() < 0.5:  # users and times mixed; only events of one user and time stay in order
+        keys = [(row[0], row[2]) for row in after.rows]
+        ties = {key: iter([row for row in after.rows if (row[0], row[2]) == key]) for key in keys}
+        after.rows = [next(ties[keys[n]]) for n in draw.permutation(len(keys))]
     return before, after
 
 

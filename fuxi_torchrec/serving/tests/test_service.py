@@ -1,5 +1,6 @@
 """The service: what it answers, what it refuses, and how it works on many requests at once."""
 
+import asyncio
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fuxi_torchrec.serving.batching import Batcher, OverloadedError
+from fuxi_torchrec.serving.bundle import SideTable
 from fuxi_torchrec.serving.demo import DAY, DemoExport, write_demo_export
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.service import Limits, create_app
@@ -123,6 +125,37 @@ def test_a_wrong_token_is_refused(recommender):
         assert client.post("/recommend", json=ask, headers={"Authorization": "Bearer sesame"}).status_code == 200
 
 
+@pytest.mark.parametrize(("path", "status"), [("/append", 401), ("/metrics", 401), ("/nowhere", 401), ("/health", 405)])
+def test_no_body_is_read_without_the_token(recommender, path, status):
+    async def receive():
+        raise AssertionError("the body was asked for")
+
+    async def send(message):
+        sent.append(message)
+
+    sent = []
+    headers = [(b"content-length", b"1000"), (b"authorization", b"Bearer wrong")]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
+    asyncio.run(create_app(recommender, token="sesame")(scope, receive, send))
+    assert sent[0]["status"] == status
+    recommender.close()
+
+
+def test_the_command_bounds_connections_and_events(export, tmp_path, monkeypatch):
+    from pipelines import serve
+
+    def run(app, **options):
+        ran.append(options["limit_concurrency"])
+        with TestClient(app) as client:
+            assert "fuxi_max_recent_events 7.0" in client.get("/metrics").text
+
+    ran = []
+    monkeypatch.setattr("uvicorn.run", run)
+    arguments = ["--export", str(export), "--log-dir", str(tmp_path / "log"), "--max-recent-events", "7"]
+    assert serve.main(arguments) == serve.main([*arguments, "--max-connections", "5"]) == 0
+    assert ran == [1024, 5]
+
+
 def test_a_disk_that_failed_is_bad_health(client, monkeypatch):
     def fail(_file):
         raise OSError(5, "Input/output error")
@@ -141,6 +174,15 @@ def test_an_event_that_is_yet_to_come_is_refused(client):
     event = {"user_id": 3, "item_id": 1001, "timestamp": int(time.time()) + 3 * DAY}
     answer = client.post("/append", json={"events": [event]})
     assert answer.status_code == 422 and "is yet to come: events have happened" in answer.json()["detail"]
+
+
+def test_more_events_than_memory_has_room_for_are_refused(client, recommender):
+    recommender.max_recent_events = 1
+    event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
+    refused = client.post("/append", json={"events": [event, event]})
+    assert refused.status_code == 503 and "Refresh and restart on the new export" in refused.json()["detail"]
+    assert client.post("/append", json={"events": [event]}).status_code == 200
+    assert "fuxi_max_recent_events 1.0" in client.get("/metrics").text
 
 
 def test_metrics_tell_what_happened(client):
@@ -176,28 +218,63 @@ def test_text_ids(tmp_path):
     with TestClient(create_app(recommender), raise_server_exceptions=False) as client:
         answer = client.post("/recommend", json={"user_id": "user-3", "time": recommender.manifest.as_of, "k": 1})
         assert answer.json()["known"] and answer.json()["items"][0]["item_id"].startswith("item-")
-        for bad in ('"\\ud800"', '""', "5"):
+        long = "x" * 2048
+        event = {"user_id": long, "item_id": long, "timestamp": recommender.manifest.as_of}
+        assert client.post("/append", json={"events": [event]}).json()["accepted"] == 1
+        assert client.post("/recommend", json={"user_id": long, "time": event["timestamp"]}).json()["known"]
+        for bad in ('"\\ud800"', '""', "5", f'"{long}x"'):
             body = f'{{"user_id": {bad}}}'
             answer = client.post("/recommend", content=body, headers=JSON)
             assert answer.status_code == 422 and "user_id" in answer.json()["detail"]
 
 
+def test_side_features_may_have_any_name(tmp_path):
+    names = ("_action", "_tags", "copy", "side_0", "model_config")
+    sides = tuple(SideTable(name, multiple=name == "_tags", pooling="sum") for name in names)
+    write_demo_export(tmp_path / "x", DemoExport(items=30, users=5, sides=sides, text_sides=("copy",)))
+    recommender = Recommender.load(tmp_path / "x")
+    given = {"_action": 3, "_tags": [1, 2], "copy": "value-1", "side_0": 4}
+    with TestClient(create_app(recommender)) as client:
+        event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client), "sides": given}
+        assert client.post("/append", json={"events": [event]}).json()["accepted"] == 1
+        assert recommender.users.recent[3].raw[0].sides == given
+        described = client.get("/openapi.json").json()["components"]["schemas"]["Sides"]["properties"]
+        assert list(described) == list(names)
+        event["sides"] = {"side_1": [1]}
+        refused = client.post("/append", json={"events": [event]})
+        assert refused.status_code == 422 and "sides.side_1" in refused.json()["detail"]
+
+
 # --- batching --------------------------------------------------------------------------------------------------------
 
 
+def held_up(work, first=(0,), **limits):
+    """A Batcher whose first input is worked on until the gate opens, and the gate."""
+    began, gate = threading.Event(), threading.Event()
+
+    def working(given):
+        began.set()
+        assert gate.wait(10)
+        return work(given)
+
+    batcher = Batcher(working, "test", **limits)
+    batcher.submit(first)
+    assert began.wait(10)
+    return batcher, gate
+
+
 def test_waiting_requests_are_worked_on_together():
-    sizes, gate = [], threading.Event()
+    sizes = []
 
     def work(given):
-        gate.wait(10)
         sizes.append(len(given))
         return [n * n for n in given]
 
-    batcher = Batcher(work, "test", most=8, window_seconds=0.05)
+    batcher, gate = held_up(work, most=8, first=0)
     futures = [batcher.submit(n) for n in range(20)]
     gate.set()
     assert [future.result(10) for future in futures] == [n * n for n in range(20)]
-    assert sizes == [8, 8, 4]
+    assert sizes == [1, 8, 8, 4]
     batcher.close()
     with pytest.raises(OverloadedError, match="shutting down"):
         batcher.submit(1)
@@ -227,6 +304,82 @@ def test_too_many_waiting_requests_are_refused():
     gate.set()
     batcher.close()  # what was taken is finished
     assert all(future.result(10) for future in futures)
+
+
+def test_a_batch_has_bounded_cost():
+    batches = []
+
+    def work(given):
+        batches.append([len(one) for one in given])
+        return [sum(one) for one in given]
+
+    batcher, gate = held_up(work, most=4, cost=len, most_cost=10)
+    given = [[1] * n for n in (4, 6, 1, 50, 3, 3, 1, 1, 1)]
+    futures = [batcher.submit(one) for one in given]
+    gate.set()
+    assert [future.result(10) for future in futures] == [4, 6, 1, 50, 3, 3, 1, 1, 1]
+    batcher.close()
+    assert batches == [[1], [4, 6], [1], [50], [3, 3, 1, 1], [1]]
+
+
+def test_waiting_requests_have_bounded_cost():
+    batcher, gate = held_up(lambda given: [0 for _ in given], cost=len, waiting_cost=10)
+    batcher.submit([1] * 9)
+    with pytest.raises(OverloadedError, match="too many requests are waiting"):
+        batcher.submit([1])
+    gate.set()
+    batcher.close()
+    alone = Batcher(lambda given: [len(one) for one in given], "test", cost=len, waiting_cost=10)
+    assert alone.submit([1] * 50).result(10) == 50, "nothing else is held"
+    alone.close()
+
+
+def test_events_that_wait_are_bounded(recommender, monkeypatch):
+    began, gate, append = threading.Event(), threading.Event(), recommender.append_events
+
+    def slowly(groups, **given):
+        began.set()
+        assert gate.wait(10)
+        return append(groups, **given)
+
+    monkeypatch.setattr(recommender, "append_events", slowly)
+    limits = Limits(waiting_events=10)
+    with TestClient(create_app(recommender, limits=limits)) as client, ThreadPoolExecutor(1) as pool:
+        event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
+        first = pool.submit(client.post, "/append", json={"events": [event] * 10})
+        assert began.wait(10)
+        refused = client.post("/append", json={"events": [event]})
+        gate.set()
+        assert (refused.status_code, refused.json()["detail"]) == (503, "too many requests are waiting")
+        assert first.result(10).json()["accepted"] == 10
+
+
+def test_health_and_metrics_wait_for_nobody(client, recommender):
+    class Held:
+        def __enter__(self):
+            raise AssertionError("events are being appended: this would wait")
+
+        def __exit__(self, *_):
+            pass
+
+    users, lock = recommender.users, recommender.users.lock
+    users.lock = Held()
+    try:
+        assert client.get("/health").status_code == 200
+        assert "fuxi_recent_events 0.0" in client.get("/metrics").text
+    finally:
+        users.lock = lock
+
+
+def test_each_event_is_checked_once(client, recommender, monkeypatch):
+    checked = []
+    for name in ("service", "requests"):
+        check = f"fuxi_torchrec.serving.{name}.check_event_time"
+        monkeypatch.setattr(check, lambda value, *_, **__: checked.append(value) or value)
+    time = as_of(client)
+    with TestClient(create_app(recommender)) as counting:
+        counting.post("/append", json={"events": [{"user_id": 3, "item_id": 1001, "timestamp": time}]})
+    assert checked == [time]
 
 
 def test_histories_that_wait_are_bounded_too(recommender, monkeypatch):

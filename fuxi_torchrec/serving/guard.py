@@ -1,0 +1,108 @@
+"""What stands before the service: nobody without the token is listened to, and no body is read beyond its limit."""
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
+    """An error as callers see it."""
+    return JSONResponse({"detail": detail}, status, headers)
+
+
+class Guard:
+    """Asks for the token before the body, limits bodies, counts requests and times them.
+
+    Args:
+        app: what is guarded.
+        token: that callers must show, if given.
+        open_paths: where nobody is asked for it, and no body is read.
+        paths: that there are; the others are counted as one.
+        body_bytes: of a request.
+        observe: is told path, status and seconds of every request.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        token: str | None,
+        open_paths: frozenset[str],
+        paths: frozenset[str],
+        body_bytes: int,
+        observe: Callable[[str, int, float], None],
+    ) -> None:
+        self.app, self.token, self.open_paths, self.paths = app, token, open_paths, paths
+        self.body_bytes, self.observe = body_bytes, observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let one request pass, or answer it here."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 500
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, sending)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            self.observe(path, status, time.perf_counter() - began)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # a body that was not read is in the way of the next request
+        closing = {"Connection": "close"}
+        if scope["path"] in self.open_paths:
+            await self.app(scope, receive, send)
+        elif not self._may(scope):
+            said = "the bearer token is missing or wrong"
+            await problem(401, said, {"WWW-Authenticate": "Bearer", **closing})(scope, receive, send)
+        elif (body := await self._body(scope, receive)) is None:
+            said = f"the body is larger than {self.body_bytes:,} bytes"
+            await problem(413, said, closing)(scope, receive, send)
+        else:
+            await self.app(scope, _replayed(body, receive), send)
+
+    def _may(self, scope: Scope) -> bool:
+        if self.token is None:
+            return True
+        kind, _, shown = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return kind.lower() == b"bearer" and hmac.compare_digest(shown.strip(), self.token.encode())
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
+        """The whole body; None if it is too large."""
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.body_bytes:
+            return None
+        body = bytearray()
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self.body_bytes:
+                return None
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    given = False
+
+    async def again() -> MutableMapping[str, Any]:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
