@@ -180,7 +180,7 @@ def requests(scheduler, options, tmp_path):
         release = {"day": "5", "trained": "5", "metrics": {}, "previous": None, "at": ""}
         (tmp_path / "releases" / "5" / "release.json").write_text(json.dumps(release))
         stages = ("prepare", "train", "evaluate", "compare", "export", "refresh")
-        return {stage: str(jobs.request(made.job(stage, "6", Day(base="5")))) for stage in stages}
+        return {stage: str(jobs.request(made.stages.job(stage, "6", Day(base="5")))) for stage in stages}
 
 
 def test_a_dry_run_for_slurm_shows_complete_jobs(tmp_path):

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,10 @@ from pipelines.daily.config import DAY, DailyConfig
 from pipelines.daily.gate import Verdict, judge, without_details
 from pipelines.daily.jobs import Ended, Job, Jobs
 from pipelines.daily.logs import Logs, order
+from pipelines.daily.stages import Stages
 from pipelines.daily.state import DailyError, Day, DayStatus, Layout, Release, Releases, StageError, State
 
 FAILED, REJECTED = 1, 3  # 2 is argparse's
-OWN_EVALUATION, PUBLISHED_EVALUATION = "eval-daily.json", "eval-published.json"
 
 
 class Daily:
@@ -31,6 +30,7 @@ class Daily:
         self.config, self.jobs = config, jobs
         self.layout = Layout(Path(config.root).absolute())
         self.state, self.releases = State(self.layout.root), Releases(self.layout)
+        self.stages = Stages(config, self.layout, self.releases)
         self.logs = Logs(config.logs)
 
     # --- which days --------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class Daily:
         try:
             record = self._begin(day)
             print(f"day {day}: {record.kind}, from {f'day {record.base}' if record.base else 'nothing'}", flush=True)
-            for stage in self.stages(record):
+            for stage in self.stages.of(record):
                 if stage == "gate":
                     verdict = self._gate(day, record)
                     if not verdict.publish:
@@ -142,76 +142,12 @@ class Daily:
             return "train"
         return "train" if len(self.days_until(day, current.trained)) >= self.config.train.every_days else "refresh"
 
-    def stages(self, record: Day) -> list[str]:
-        """Of a day, in order."""
-        if record.kind == "refresh":
-            return ["refresh", "publish"]
-        compare = ["compare"] if self.config.gate.against == "same_data" and record.base is not None else []
-        return ["prepare", "train", "evaluate", *compare, "gate", "export", "publish"]
-
-    def job(self, stage: str, day: str, record: Day) -> Job:
-        """The command of a stage."""
-        config, layout, logs = self.config, self.layout, self.config.logs
-        base = self.releases.read(record.base) if record.base is not None else None
-        run = str(layout.run(day))
-        columns = [f"--{name}-column={getattr(logs, f'{name}_column')}" for name in ("user", "item", "time")]
-        if stage == "prepare":
-            extend = [f"--extend={layout.data(base.trained)}"] if base else []
-            arguments = ["events", f"--input={layout.inputs(day)}", f"--output={layout.data(day)}", *extend, *columns]
-            arguments += [f"--time-unit={logs.time_unit}", *logs.arguments]
-            return Job(day, stage, "pipelines.prepare", tuple(arguments), grouped=False)
-        if stage == "refresh":
-            assert base is not None
-            arguments = [f"--export={layout.export(base.day)}", f"--events={layout.inputs(day)}"]
-            arguments += [f"--output={layout.export(day)}", *columns]
-            return Job(day, stage, "pipelines.refresh", tuple(arguments), grouped=False)
-        if stage == "train":
-            warm = base if config.train.warm_start else None
-            start = [f"--init-from={layout.run(warm.trained)}"] if warm else []
-            settings = [*config.train.settings, *(() if warm else config.train.first_settings)]
-            arguments = [f"--config={config.train.config}", f"--run-dir={run}", *start]
-            arguments += [f"data.path={layout.data(day)}", *settings]
-            return Job(day, stage, "pipelines.train", tuple(arguments), lock=str(layout.run(day) / ".lock"))
-        if stage == "export":
-            arguments = [f"--run-dir={run}", f"--output={layout.export(day)}", *config.export.arguments]
-            return Job(day, stage, "pipelines.export", tuple(arguments))
-        wanted = config.evaluate
-        arguments = [f"--split={wanted.split}", f"--output={self._evaluation(stage, day)}"]
-        arguments += ["--filter-seen"] * wanted.filter_seen
-        arguments += [f"--users={wanted.users}"] if wanted.users is not None else []
-        if stage == "evaluate":
-            arguments += [f"--run-dir={run}", *["--no-baselines"] * (not wanted.baselines)]
-        else:
-            assert stage == "compare" and base is not None
-            arguments += [f"--run-dir={layout.run(base.trained)}", f"--data={layout.data(day)}"]
-            arguments += ["--allow-other-data", "--no-baselines"]
-        return Job(day, stage, "pipelines.evaluate", tuple(arguments))
-
-    def shown(self, job: Job) -> str:
-        """A job as a command that a person would type."""
-        start = f"torchx run dist.ddp -j {self.config.jobs.processes} -m {job.module} --"
-        return f"{start if job.grouped else f'python -m {job.module}'} {shlex.join(job.arguments)}"
-
-    def _evaluation(self, stage: str, day: str) -> Path:
-        return self.layout.run(day) / (OWN_EVALUATION if stage == "evaluate" else PUBLISHED_EVALUATION)
-
-    def is_complete(self, stage: str, day: str) -> bool:
-        """Whether the output of a stage is there; every stage writes what is looked at here last, and whole."""
-        if stage == "prepare":
-            return (self.layout.data(day) / "dataset.json").exists()
-        if stage == "train":
-            summary = self.layout.run(day) / "summary.json"
-            return summary.exists() and not json.loads(summary.read_text())["preempted"]
-        if stage in ("evaluate", "compare"):
-            return self._evaluation(stage, day).exists()
-        return (self.layout.export(day) / "manifest.json").exists()
-
     def _run_job(self, stage: str, day: str, record: Day) -> None:
         """A stage that is a job, unless it is done."""
-        job, noted = self.job(stage, day, record), record.stage(stage)
+        job, noted = self.stages.job(stage, day, record), record.stage(stage)
         if noted.status == "running" and self.jobs.wait_for_earlier(job, noted.job):
             print(f"  {stage}: the job of the pipeline before has ended", flush=True)
-        if self.is_complete(stage, day):
+        if self.stages.is_complete(stage, day):
             if noted.status != "finished":
                 self.state.end(day, stage, "finished")
             print(f"  {stage}: done", flush=True)
@@ -220,15 +156,15 @@ class Daily:
         for _ in range(1 + self.config.jobs.relaunches):
             meaning = self._inputs(stage, day, record)
             noted = self.state.start(day, stage)
-            print(f"  {stage}: {self.shown(job)}", flush=True)
+            print(f"  {stage}: {self.stages.shown(job)}", flush=True)
             noted.job = self.jobs.submit(job)
             self.state.save()
             ended = self.jobs.follow(job, noted.job)
             noted.logs = ended.logs
-            if self.is_complete(stage, day) or not self._left_early(stage, day, ended):
+            if self.stages.is_complete(stage, day) or not self._left_early(stage, day, ended):
                 break
             print(f"  {stage}: it was asked to leave, and saved; launching it again", flush=True)
-        if not self.is_complete(stage, day):
+        if not self.stages.is_complete(stage, day):
             message = ended.message or "it ended without its output"
             for link, file in meaning.items():
                 message = message.replace(link, file)
@@ -278,12 +214,12 @@ class Daily:
     def _gate(self, day: str, record: Day) -> Verdict:
         self.state.start(day, "gate")
         try:
-            new = without_details(json.loads(self._evaluation("evaluate", day).read_text()))
+            new = without_details(json.loads(self.stages.evaluation("evaluate", day).read_text()))
             old = None
             if record.base is not None:
                 old = self.releases.read(record.base).metrics
                 if self.config.gate.against == "same_data":
-                    old = json.loads(self._evaluation("compare", day).read_text())
+                    old = json.loads(self.stages.evaluation("compare", day).read_text())
             record.metrics = new
             verdict = judge(self.config.gate, new, old, record.base)
         except StageError as error:

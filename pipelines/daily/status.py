@@ -67,11 +67,11 @@ def dry_run(daily: Daily, jobs: TorchXJobs, day: str) -> None:
     current, record = daily.releases.current(), daily._record(day)
     if not record.stages:
         record = Day(base=current.day if current else None, kind=daily._kind(day, current))
-    for stage in daily.stages(record):
+    for stage in daily.stages.of(record):
         if stage in ("gate", "publish"):
             print(f"{stage}: in this process")
             continue
-        job = daily.job(stage, day, record)
-        print(f"{stage}: {daily.shown(job)}")
+        job = daily.stages.job(stage, day, record)
+        print(f"{stage}: {daily.stages.shown(job)}")
         if jobs.scheduler not in LOCAL:
             print(jobs.request(job))
