@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -17,7 +15,7 @@ from pipelines.daily import state as daily_state
 from pipelines.daily.__main__ import check_training, main
 from pipelines.daily.config import GateConfig, LogsConfig
 from pipelines.daily.gate import judge
-from pipelines.daily.jobs import Ended, Job
+from pipelines.daily.jobs import Ended
 from pipelines.daily.logs import Logs
 from pipelines.daily.loop import FAILED, REJECTED, Daily
 from pipelines.daily.state import DailyError, Layout, Release, Releases, StageError, State
@@ -687,97 +685,3 @@ def test_a_training_config_of_another_time_unit_is_refused(tmp_path):
     with pytest.raises(ConfigError):
         check_training(daily_config.load(None, ["train.config=no.yaml"]), local=True)
     check_training(daily_config.load(None, ["train.config=no.yaml"]), local=False)
-
-
-# --- jobs ------------------------------------------------------------------------------------------------------------
-
-
-class Runner:
-    """A cluster that knows some jobs."""
-
-    def __init__(self, states):
-        self.states, self.cancelled = states, []
-
-    def status(self, handle):
-        states = self.states.get(handle)
-        if not states:
-            return None
-        state = states.pop(0) if len(states) > 1 else states[0]
-        if isinstance(state, Exception):
-            raise state
-        return Status(state)
-
-    def cancel(self, handle):
-        self.cancelled.append(handle)
-
-
-class Status:
-    structured_error_msg, ui_url = "<NONE>", None
-
-    def __init__(self, name):
-        self.state = type("State", (), {"name": name})
-
-    def is_terminal(self):
-        return self.state.name in ("SUCCEEDED", "FAILED", "CANCELLED")
-
-
-def torchx_jobs(states, tmp_path, **settings):
-    config = daily_config.JobsConfig(poll_seconds=0.01, **settings)
-    return daily_jobs.TorchXJobs(Runner(states), "slurm", config, tmp_path)
-
-
-JOB = Job("0", "train", "pipelines.train", ())
-
-
-def test_a_job_is_followed_to_its_end(tmp_path):
-    jobs = torchx_jobs({"slurm://t/1": ["PENDING", "RUNNING", "SUCCEEDED"], "slurm://t/2": ["FAILED"]}, tmp_path)
-    assert jobs.follow(JOB, "slurm://t/1").succeeded
-    assert jobs.follow(JOB, "slurm://t/2") == Ended(False, "ended as FAILED", "torchx log slurm://t/2")
-    assert "does not know" in jobs.follow(JOB, "slurm://t/3").message
-
-
-def test_a_scheduler_that_does_not_answer_is_asked_again_and_a_cancelled_job_has_ended(tmp_path):
-    away = subprocess.CalledProcessError(1, "sacct")
-    cancelled = AssertionError("failed to translate slurm state CANCELLED by 1000 to torchx state")
-    states = {"slurm://t/1": ["RUNNING", away, away, "SUCCEEDED"], "slurm://t/2": ["RUNNING", cancelled]}
-    jobs = torchx_jobs({**states, "slurm://t/3": [away]}, tmp_path)
-    assert jobs.follow(JOB, "slurm://t/1").succeeded
-    assert jobs.follow(JOB, "slurm://t/2").message == "ended as CANCELLED"
-    assert not jobs.wait_for_earlier(JOB, "slurm://t/2")
-    with pytest.raises(DailyError, match="slurm does not say how slurm://t/3 is"):
-        jobs.follow(JOB, "slurm://t/3")
-
-
-def test_a_job_that_takes_too_long_is_cancelled(tmp_path):
-    jobs = torchx_jobs({"slurm://t/1": ["RUNNING"]}, tmp_path, timeout_minutes=0.001)
-    ended = jobs.follow(JOB, "slurm://t/1")
-    assert not ended.succeeded and "cancelled after 0.001 minutes" in ended.message
-    assert jobs.runner.cancelled == ["slurm://t/1"]
-
-
-def test_a_cluster_job_of_an_earlier_pipeline_is_waited_for(tmp_path):
-    jobs = torchx_jobs({"slurm://t/1": ["RUNNING", "RUNNING", "FAILED"]}, tmp_path, timeout_minutes=0.01)
-    assert jobs.wait_for_earlier(JOB, "slurm://t/1")
-    assert not jobs.wait_for_earlier(JOB, "slurm://t/1") and not jobs.wait_for_earlier(JOB, "slurm://t/9")
-    stuck = torchx_jobs({"slurm://t/1": ["RUNNING"]}, tmp_path, timeout_minutes=0.001)
-    with pytest.raises(DailyError, match="still runs after"):
-        stuck.wait_for_earlier(JOB, "slurm://t/1")
-
-
-def test_a_local_job_of_an_earlier_pipeline_is_found_by_its_mark_and_its_lock(tmp_path):
-    jobs = torchx_jobs({}, tmp_path, timeout_minutes=0.5)
-    code = "import sys; print(flush=True); sys.stdin.read()"
-    environment = {**os.environ, daily_jobs.MARK: jobs.mark(JOB)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()
-        assert daily_jobs.marked_processes(jobs.mark(JOB)) == [process.pid]
-        assert daily_jobs.marked_processes(jobs.mark(JOB)[:-1]) == []
-        threading.Timer(0.2, process.stdin.close).start()
-        assert jobs.wait_for_earlier(JOB, None)
-    assert not jobs.wait_for_earlier(JOB, "local_cwd://torchx/train-0-abc")
-    lock = tmp_path / ".lock"
-    with daily_state.locked(lock, "the run"):
-        assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == f"{lock} is locked"
-    assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == ""
