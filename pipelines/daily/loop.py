@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipelines.daily.config import DAY, DailyConfig
 from pipelines.daily.gate import Verdict, judge, without_details
-from pipelines.daily.jobs import Ended, Job, Jobs
+from pipelines.daily.jobs import Job, Jobs
 from pipelines.daily.logs import Logs, order
 from pipelines.daily.stages import Stages
 from pipelines.daily.state import DailyError, Day, DayStatus, Layout, Release, Releases, StageError, State
@@ -156,12 +156,15 @@ class Daily:
         for _ in range(1 + self.config.jobs.relaunches):
             meaning = self._inputs(stage, day, record)
             noted = self.state.start(day, stage)
+            self._preempted(day).unlink(missing_ok=True)  # of the launch before: this one has to write its own
             print(f"  {stage}: {self.stages.shown(job)}", flush=True)
             noted.job = self.jobs.submit(job)
             self.state.save()
             ended = self.jobs.follow(job, noted.job)
             noted.logs = ended.logs
-            if self.stages.is_complete(stage, day) or not self._left_early(stage, day, ended):
+            # torchrun ends with an error when it is asked to leave, and Slurm calls a preempted job failed
+            left_early = stage == "train" and not ended.cancelled and self._preempted(day).exists()
+            if self.stages.is_complete(stage, day) or not left_early:
                 break
             print(f"  {stage}: it was asked to leave, and saved; launching it again", flush=True)
         if not self.stages.is_complete(stage, day):
@@ -175,8 +178,8 @@ class Daily:
         print(f"  {stage}: {noted.seconds:.0f} s", flush=True)
         self._check(stage, day, record)
 
-    def _left_early(self, stage: str, day: str, ended: Ended) -> bool:
-        return stage == "train" and ended.succeeded and (self.layout.run(day) / "preempted").exists()
+    def _preempted(self, day: str) -> Path:
+        return self.layout.run(day) / "preempted"
 
     def _inputs(self, stage: str, day: str, record: Day) -> dict[str, str]:
         """The logs that a stage reads, as one directory."""

@@ -30,13 +30,13 @@ class FakeJobs:
     """Does at once what a job would do.
 
     values: ndcg@10 of each day's model. broken: (stage, day) that fail. killed: (stage, day) at which the pipeline
-    dies, before the job has done anything, or after it. asked_to_leave: how often training is.
+    dies, before the job has done anything, or after it. asked_to_leave: how often training is; cancelled: for good.
     """
 
-    def __init__(self, values, broken=(), killed_before=(), killed_after=(), asked_to_leave=0):
+    def __init__(self, values, broken=(), killed_before=(), killed_after=(), asked_to_leave=0, cancelled=False):
         self.values, self.broken = values, set(broken)
         self.killed_before, self.killed_after = set(killed_before), set(killed_after)
-        self.asked_to_leave = asked_to_leave
+        self.asked_to_leave, self.cancelled = asked_to_leave, cancelled
         self.submitted, self.waited, self.jobs = [], [], {}
 
     def submit(self, job):
@@ -63,7 +63,7 @@ class FakeJobs:
             os.makedirs(run, exist_ok=True)
             write(f"{run}/preempted", {})
             write(f"{run}/summary.json", {"preempted": True})
-            return Ended(True)
+            return Ended(False, "SignalException", cancelled=self.cancelled)  # torchrun's exit code is 1 then
         self.work(job)
         if key in self.killed_after:
             self.killed_after.remove(key)
@@ -235,6 +235,17 @@ def test_training_that_was_asked_to_leave_is_launched_again(pipeline):
     jobs = FakeJobs({"1": 0.1}, asked_to_leave=9)
     assert run(pipeline(jobs, 2)) == FAILED
     assert jobs.submitted.count(("train", "1")) == 4, "jobs.relaunches bounds it"
+
+
+def test_training_that_was_cancelled_or_fails_after_a_leave_is_not_launched_again(pipeline):
+    jobs = FakeJobs({"0": 0.1}, asked_to_leave=1, cancelled=True)
+    assert run(pipeline(jobs, 1)) == FAILED
+    assert jobs.submitted.count(("train", "0")) == 1
+    assert pipeline(jobs, 1).layout.run("0").joinpath("preempted").exists()
+    jobs = FakeJobs({"0": 0.1}, broken=[("train", "0")])
+    made = pipeline(jobs, 1)
+    assert run(made) == FAILED and "train says why" in made.state.days["0"].reason
+    assert jobs.submitted == [("train", "0")], "what the launch before has left behind does not count"
 
 
 def test_without_the_state_file_published_days_are_known_and_a_day_on_its_way_is_done_again(pipeline, capsys):
