@@ -11,7 +11,7 @@ from typing import Literal
 from pipelines.daily.config import DAY, DailyConfig
 from pipelines.daily.gate import Verdict, judge, without_details
 from pipelines.daily.jobs import Job, Jobs
-from pipelines.daily.logs import Logs, order
+from pipelines.daily.logs import Logs, check_names, order
 from pipelines.daily.stages import Stages
 from pipelines.daily.state import DailyError, Day, DayStatus, Layout, Release, Releases, StageError, State
 
@@ -112,12 +112,17 @@ class Daily:
         return 0
 
     def _check_due(self, day: str) -> None:
-        """Refuse a day without a log, or before the one that is published."""
+        """Refuse a day without a log, or before the one that is published; and all days if one is none."""
+        self.check_names()
         if day not in self.logs.days():
             raise DailyError(f"no log at {self.config.logs.path.replace(DAY, day)}")
         current = self.releases.current()
         if current is not None and order(current.day) > order(day):
             raise DailyError(f"day {current.day} is published: an older one does not replace it; see --rollback")
+
+    def check_names(self) -> None:
+        """Refuse to go on while something beside the logs looks like a day."""
+        check_names([day for day in self.logs.days() if self._record(day).status != "skipped"])
 
     def _begin(self, day: str) -> Day:
         """What the day starts from: what is published; a day on its way must have started from the same."""

@@ -64,6 +64,7 @@ class _NoJobs:
 
 def dry_run(daily: Daily, jobs: TorchXJobs, day: str) -> None:
     """Show every stage's job, and submit none."""
+    daily.check_names()
     current, record = daily.releases.current(), daily._record(day)
     if not record.stages:
         record = Day(base=current.day if current else None, kind=daily._kind(day, current))

@@ -631,6 +631,51 @@ def test_days_are_found_in_files_directories_and_globs(tmp_path):
     assert sorted(links) == list(links)
 
 
+def test_what_is_no_log_is_no_day_and_what_is_being_written_is_not_read(tmp_path):
+    for name in (
+        "1/a.parquet",
+        "1/_temporary/0/part.parquet",
+        "1/b.parquet.tmp",
+        "1/_SUCCESS",
+        "1/.c.parquet",
+        "1/x/d.csv",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    for name in ("README.txt", "2.csv"):
+        (tmp_path / name).write_text("")
+    logs = Logs(LogsConfig(path=f"{tmp_path}/{{day}}"))
+    assert logs.days() == ["1", "2.csv"]
+    assert [each.name for each in logs.files("1")] == ["a.parquet", "d.csv"]
+    deep = Logs(LogsConfig(path=f"{tmp_path}/{{day}}/**/*.parquet"))
+    assert [each.name for each in deep.files("1")] == ["a.parquet"]
+    assert Logs(LogsConfig(path=f"{tmp_path}/{{day}}.csv")).days() == ["2"]
+
+
+def test_days_are_found_in_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "_part-1.parquet").write_text("")
+    assert Logs(LogsConfig(path="_part-{day}.parquet")).files("1") == [tmp_path / "_part-1.parquet"]
+    assert Logs(LogsConfig(path="_part-{day}.parquet")).days() == ["1"]
+
+
+def test_what_lies_beside_the_logs_is_named_before_anything_is_done(pipeline, tmp_path, capsys):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1})
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "part-archive.parquet").write_text("event")
+    made = pipeline(jobs, 2)
+    assert run(made) == FAILED and not jobs.submitted and not made.state.days
+    said = capsys.readouterr().err
+    assert "archive: not named as day 0 is" in said and "--skip archive" in said
+    with pytest.raises(DailyError, match="not named as day 0 is"):
+        made.forget("0")
+    with pytest.raises(DailyError, match="not named as day 0 is"):
+        dry_run(made, None, "0")
+    assert "archive" in status(made.config), "looking is allowed"
+    made.skip("archive")
+    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+
+
 @pytest.mark.parametrize("path", ["logs/all.parquet", "{day}/{day}", "logs/{day}-*.parquet", "*/{day}"])
 def test_a_path_that_names_no_day_is_refused(path):
     with pytest.raises(ConfigError, match="path"):
