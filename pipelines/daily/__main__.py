@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, DailyError) as error:
         print(error, file=sys.stderr)
         return FAILED
+    except OSError as error:  # a full disk, a root that may not be written
+        print(f"{error}; mend it, and run again: it goes on where it was", file=sys.stderr)
+        return FAILED
 
 
 def _run(config: DailyConfig, options: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ python -m pipelines.daily.config                      # all keys with their defa
 python -m pipelines.daily.config FILE key=value ...   # the same, resolved
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -117,6 +118,8 @@ class JobsConfig:
     )
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"(\d+:)?\d+x\d+", self.processes):
+            raise ValueError(f"processes is nodes x processes per node, such as 1x2 or 2x8, not {self.processes!r}")
         if not self.timeout_minutes > 0 or not self.poll_seconds > 0:
             raise ValueError("timeout_minutes and poll_seconds must be positive")
         if self.relaunches < 0 or self.restarts < 0:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fuxi_torchrec.durable import is_locked
 from pipelines import components
 from pipelines.daily.config import JobsConfig
-from pipelines.daily.state import STATE, DailyError, Layout
+from pipelines.daily.state import STATE, DailyError, Layout, StageError
 
 # Every process of a job has it, so that a job is found again even if nobody noted its handle.
 MARK = "FUXI_DAILY_JOB"
@@ -58,6 +58,9 @@ class Ended:
 
 class Jobs(Protocol):
     """What the pipeline asks of whatever runs its jobs."""
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that could not be submitted."""
 
     def submit(self, job: Job) -> str:
         """Start a job; its handle."""
@@ -133,13 +136,23 @@ class TorchXJobs:
 
     def request(self, job: Job) -> Any:
         """What would be submitted; printable."""
-        return self.runner.dryrun(self.app(job), self.scheduler, self.options())
+        with _as_stage_error(
+            f"{job.stage}: no job for {self.scheduler} can be made",
+            "see jobs.processes, host, mounts, scheduler_options",
+        ):
+            return self.runner.dryrun(self.app(job), self.scheduler, self.options())
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that could not be submitted."""
+        self.request(job)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> str:
         """Start a job; its handle."""
-        return str(self.runner.schedule(self.request(job)))
+        request = self.request(job)
+        with _as_stage_error(f"{job.stage}: {self.scheduler} did not take the job", "mend it, and run again"):
+            return str(self.runner.schedule(request))
 
     def follow(self, job: Job, handle: str) -> Ended:
         """Wait for its end; cancelled if it takes too long."""
@@ -243,6 +256,19 @@ class TorchXJobs:
             return Ended(True, logs=place)
         message = _error(status) or tail(Path(place)) or f"ended as {status.state.name}"
         return Ended(False, message, place, cancelled=status.state.name == "CANCELLED")
+
+
+@contextlib.contextmanager
+def _as_stage_error(what: str, to_do: str) -> Iterator[None]:
+    """Whatever TorchX and its schedulers raise, in words."""
+    from torchx.schedulers.local_scheduler import SignalException
+
+    try:
+        yield
+    except (SignalException, DailyError):
+        raise
+    except Exception as error:
+        raise StageError(f"{what}: {type(error).__name__}: {error}; {to_do}") from error
 
 
 def _error(status: Any) -> str:

@@ -94,6 +94,8 @@ class Daily:
         try:
             record = self._begin(day)
             print(f"day {day}: {record.kind}, from {f'day {record.base}' if record.base else 'nothing'}", flush=True)
+            for stage in self.stages.with_jobs(record):  # a wrong setting of the last one shows before the first
+                self.jobs.check(self.stages.job(stage, day, record))
             for stage in self.stages.of(record):
                 if stage == "gate":
                     verdict = self._gate(day, record)
@@ -163,7 +165,11 @@ class Daily:
             noted = self.state.start(day, stage)
             self._preempted(day).unlink(missing_ok=True)  # of the launch before: this one has to write its own
             print(f"  {stage}: {self.stages.shown(job)}", flush=True)
-            noted.job = self.jobs.submit(job)
+            try:
+                noted.job = self.jobs.submit(job)
+            except StageError as error:
+                self.state.end(day, stage, "failed", str(error))
+                raise
             self.state.save()
             ended = self.jobs.follow(job, noted.job)
             noted.logs = ended.logs

@@ -30,6 +30,10 @@ class Stages:
         compare = ["compare"] if self.config.gate.against == "same_data" and record.base is not None else []
         return ["prepare", "train", "evaluate", *compare, "gate", "export", "publish"]
 
+    def with_jobs(self, record: Day) -> list[str]:
+        """Those that are jobs."""
+        return [stage for stage in self.of(record) if stage not in ("gate", "publish")]
+
     def job(self, stage: str, day: str, record: Day) -> Job:
         """The command of a stage."""
         config, layout, logs = self.config, self.layout, self.config.logs

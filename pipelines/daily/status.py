@@ -52,6 +52,9 @@ def _cell(record: Day, stage: str, running: bool) -> str:
 class _NoJobs:
     """Where nothing is to be run."""
 
+    def check(self, job: Job) -> None:
+        raise AssertionError
+
     def submit(self, job: Job) -> str:
         raise AssertionError
 
@@ -74,5 +77,6 @@ def dry_run(daily: Daily, jobs: TorchXJobs, day: str) -> None:
             continue
         job = daily.stages.job(stage, day, record)
         print(f"{stage}: {daily.stages.shown(job)}")
+        request = jobs.request(job)
         if jobs.scheduler not in LOCAL:
-            print(jobs.request(job))
+            print(request)

@@ -1,11 +1,13 @@
 """The daily pipeline without launches: jobs here only write what the real ones would."""
 
 import dataclasses
+import errno
 import json
 import os
 import threading
 
 import pytest
+from torchx.runner import get_runner
 
 from fuxi_torchrec.durable import is_locked
 from fuxi_torchrec.strict_yaml import ConfigError
@@ -38,8 +40,15 @@ class FakeJobs:
         self.killed_before, self.killed_after = set(killed_before), set(killed_after)
         self.asked_to_leave, self.cancelled = asked_to_leave, cancelled
         self.submitted, self.waited, self.jobs = [], [], {}
+        self.unmakeable = self.unsubmittable = None
+
+    def check(self, job):
+        if job.stage == self.unmakeable:
+            raise StageError(f"{job.stage}: no job can be made")
 
     def submit(self, job):
+        if job.stage == self.unsubmittable:
+            raise StageError(f"{job.stage}: sbatch is missing")
         self.submitted.append((job.stage, job.day))
         self.jobs[job.stage, job.day] = job
         return f"fake://{job.stage}-{job.day}"
@@ -274,6 +283,27 @@ def test_a_day_with_broken_data_fails_and_the_published_one_stands(pipeline, cap
     jobs.broken.clear()
     made = pipeline(jobs)
     assert run(made) == 0 and made.releases.line() == ["2", "1", "0"], "mended, it goes on"
+
+
+def test_a_job_that_cannot_be_made_fails_the_day_before_its_first_stage(pipeline, capsys):
+    jobs = FakeJobs({"0": 0.1})
+    jobs.unmakeable = "export"
+    made = pipeline(jobs, 1)
+    assert run(made) == FAILED and not jobs.submitted
+    assert "day 0: export: no job can be made" in capsys.readouterr().err
+    jobs.unmakeable = None
+    assert run(pipeline(jobs, 1)) == 0
+
+
+def test_a_job_that_is_not_taken_has_failed_and_is_submitted_again_by_the_next_run(pipeline, capsys):
+    jobs = FakeJobs({"0": 0.1})
+    jobs.unsubmittable = "train"
+    made = pipeline(jobs, 1)
+    assert run(made) == FAILED and "sbatch is missing" in capsys.readouterr().err
+    noted = pipeline(jobs, 1).state.days["0"].stages["train"]
+    assert (noted.status, noted.message) == ("failed", "train: sbatch is missing")
+    jobs.unsubmittable = None
+    assert run(pipeline(jobs, 1)) == 0 and not jobs.waited
 
 
 def test_a_skipped_day_is_left_out_of_later_datasets(pipeline):
@@ -719,12 +749,26 @@ def test_the_command_line(pipeline, tmp_path, capsys):
     assert "did you mean gate.metric?" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_a_message(pipeline, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "daily.yaml"
+    file.write_text(f"root: {tmp_path}/root\nlogs:\n  path: {tmp_path}/logs/part-{{day}}.parquet\n")
+    pipeline(FakeJobs({}), 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "state.json")
+
+    monkeypatch.setattr(daily_state, "write_atomically", full)
+    assert main(["--config", str(file)]) == FAILED
+    assert "No space left on device: 'state.json'; mend it, and run again" in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_each_stage_and_runs_none(pipeline, tmp_path, capsys):
     made = pipeline(FakeJobs({"0": 0.1}), 1)
     run(made)
     made = pipeline(FakeJobs({}), 2)
-    jobs = daily_jobs.TorchXJobs(None, "local_cwd", made.config.jobs, made.layout.root)
+    jobs = daily_jobs.TorchXJobs(get_runner(), "local_cwd", made.config.jobs, made.layout.root)
     dry_run(made, jobs, "1")
+    assert not made.layout.jobs.exists()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[-6:]] == [*STAGES[:3], "gate", "export", "publish"]
     assert lines[-5].startswith("train: torchx run dist.ddp -j 1x2 -m pipelines.train -- --config=configs/demo.yaml ")

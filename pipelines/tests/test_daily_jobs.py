@@ -2,16 +2,21 @@
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from torchx.runner import get_runner
+from torchx.schedulers.local_scheduler import SignalException
 
+from fuxi_torchrec.strict_yaml import ConfigError
 from pipelines.daily import config as daily_config
 from pipelines.daily import jobs as daily_jobs
 from pipelines.daily import state as daily_state
 from pipelines.daily.jobs import Ended, Job
-from pipelines.daily.state import DailyError
+from pipelines.daily.state import DailyError, StageError
 
 
 class ApiError(Exception):
@@ -178,3 +183,42 @@ def test_a_local_job_of_an_earlier_pipeline_is_found_by_its_mark_and_its_lock(cl
     with daily_state.locked(lock, "the run"):
         assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == f"{lock} is locked"
     assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == ""
+
+
+# --- before they run -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings", [{"host": "no_such_machine"}, {"mounts": ("src=/host",)}, {"mounts": ("type=tape,src=/a,dst=/b",)}]
+)
+def test_a_job_that_cannot_be_made_is_refused_in_words(tmp_path, settings):
+    with get_runner() as runner:
+        jobs = daily_jobs.TorchXJobs(runner, "local_cwd", daily_config.JobsConfig(**settings), tmp_path)
+        with pytest.raises(StageError, match=r"train: no job for local_cwd can be made: .*see jobs.processes, host"):
+            jobs.check(JOB)
+        daily_jobs.TorchXJobs(runner, "local_cwd", daily_config.JobsConfig(), tmp_path).check(JOB)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("processes", ["2x", "x2", "two", "1x2x3", ""])
+def test_a_number_of_processes_that_is_none_is_refused(processes):
+    with pytest.raises(ConfigError, match=r"jobs.*processes is nodes x processes per node"):
+        daily_config.load(None, [f'jobs.processes="{processes}"'])
+
+
+def test_what_a_scheduler_raises_when_it_is_given_a_job_is_a_failed_stage(tmp_path):
+    jobs = daily_jobs.TorchXJobs(None, "slurm", daily_config.JobsConfig(), tmp_path)
+    jobs.request = lambda job: job
+
+    def schedule(error):
+        def raising(request):
+            raise error
+
+        jobs.runner = SimpleNamespace(schedule=raising)
+        return jobs.submit(JOB)
+
+    for error in (FileNotFoundError(2, "No such file", "sbatch"), subprocess.CalledProcessError(1, ["sbatch"])):
+        with pytest.raises(StageError, match=r"train: slurm did not take the job: .*sbatch"):
+            schedule(error)
+    with pytest.raises(SignalException):
+        schedule(SignalException("stop", signal.SIGTERM))
