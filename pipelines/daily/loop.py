@@ -289,9 +289,9 @@ class Daily:
                 lock = str(self.layout.run(day) / ".lock") if stage == "train" else None
                 self.jobs.wait_for_earlier(Job(day, stage, "", (), lock=lock), noted.job)
         self.releases.forget(day)
-        self.layout.clear(day)
         self.state.days.pop(day, None)
         self.state.save()
+        self.layout.remove_aside(day)  # takes long, and may be interrupted: nothing refers to it any more
 
 
 def _events(dataset: Path) -> int:

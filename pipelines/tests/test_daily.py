@@ -603,6 +603,40 @@ def test_a_day_is_redone_after_the_job_that_outlived_its_pipeline(pipeline):
     assert not made.layout.data("0").exists() and run(made) == 0
 
 
+@pytest.mark.parametrize("step", range(6))
+def test_an_interrupted_redo_never_mixes_old_and_new(pipeline, tmp_path, monkeypatch, step):
+    assert run(pipeline(FakeJobs({"0": 0.1, "1": 0.01}), 2)) == REJECTED
+    (tmp_path / "logs" / "part-1.parquet").write_text("a mended log")
+    made = pipeline(FakeJobs({}), 0)
+    made.state.days["1"].status = "failed"
+    made.layout.export("1").mkdir()
+    left = [step]
+
+    def killed_at(function):
+        def call(*arguments, **more):
+            if not left[0]:
+                raise KilledError
+            left[0] -= 1
+            return function(*arguments, **more)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daily_state.os, "rename", killed_at(os.rename))
+        patch.setattr(State, "save", killed_at(State.save))
+        patch.setattr(Layout, "remove_aside", killed_at(Layout.remove_aside))
+        with pytest.raises(KilledError):
+            made.forget("1")
+    kept = [path.parent.name for path in (made.layout.data("1"), made.layout.run("1")) if path.exists()]
+    assert kept in (["data", "runs"], ["data"], []), "a run stays only with the data that it was made from"
+    made = pipeline(FakeJobs({"1": 0.1}), 0)
+    if step == 5:
+        assert "1" not in made.state.days
+    made.forget("1")
+    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+    assert [each.name for each in made.layout.root.rglob("*.removed")] == []
+
+
 # --- the state file --------------------------------------------------------------------------------------------------
 
 
