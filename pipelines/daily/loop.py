@@ -36,17 +36,20 @@ class Daily:
     # --- which days --------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[str]:
-        """Days to do, in order: those after the last that was published or rejected."""
+        """Days to do, in order: those after the last that was published or rejected, and those begun anew."""
         done = [day for day, record in self.state.days.items() if record.status in ("published", "rejected")]
         last = max([*done, *self.releases.ever()], key=order, default=None)
-        first = self.config.logs.first_day
-        return [
-            day
-            for day in self.logs.days()
-            if (first is None or order(day) >= order(first))
-            and (last is None or order(day) > order(last))
-            and self._record(day).status != "skipped"
-        ]
+        first, current = self.config.logs.first_day, self.releases.current()
+
+        def is_due(day: str) -> bool:
+            status = self._record(day).status
+            if status == "skipped" or (first is not None and order(day) < order(first)):
+                return False
+            if status in ("running", "failed"):  # redone after a rollback, perhaps before days that were rolled back
+                return current is None or order(day) > order(current.day)
+            return last is None or order(day) > order(last)
+
+        return [day for day in self.logs.days() if is_due(day)]
 
     def note_published(self) -> None:
         """A pipeline that was killed just after it moved the pointer did not write down that it has."""
@@ -83,6 +86,14 @@ class Daily:
     def run_day(self, day: str) -> int:
         """One day, from where it stopped; the exit code."""
         record = self._record(day)
+        if record.status == "published" and day not in self.releases.line():
+            print(
+                f"day {day} was rolled back: --rollback {day} publishes it again, --redo {day} makes it anew\n"
+                f"{self._standing()}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return FAILED
         if record.status in ("published", "rejected", "skipped"):
             print(f"day {day} is {record.status}{f': {record.reason}' if record.reason else ''}")
             return REJECTED if record.status == "rejected" else 0
@@ -278,8 +289,24 @@ class Daily:
             raise DailyError(f"there is no day {day}; there are {', '.join(self.logs.days()) or 'none'}")
         if day in self.releases.line():
             raise DailyError(f"day {day} is published: roll back to a day before it first")
+        record = self.state.day(day)
+        if record.status != "skipped":
+            record.before_skip = (record.status, record.reason)
         self._close(day, "skipped", "left out by --skip")
-        print(f"day {day}: skipped; later datasets leave its log out")
+        print(f"day {day}: skipped; later datasets leave its log out, --unskip {day} takes it in again")
+
+    def unskip(self, day: str) -> None:
+        """Take a skipped day's log in again; the day is then what it was before."""
+        if self._record(day).status != "skipped":
+            skipped = [each for each, record in self.state.days.items() if record.status == "skipped"]
+            raise DailyError(
+                f"day {day} is not skipped; skipped are: {', '.join(sorted(skipped, key=order)) or 'none'}"
+            )
+        record = self.state.day(day)
+        record.status, record.reason = record.before_skip or ("waiting", None)
+        record.before_skip = None
+        self.state.save()
+        print(f"day {day}: not skipped any more; later datasets have its log")
 
     def forget(self, day: str) -> None:
         """Remove what a day that is not published has made, so that it begins anew."""

@@ -147,6 +147,7 @@ class Day:
         base: the day that was published when this one began.
         metrics: of its model.
         reason: why it failed, was rejected or was published.
+        before_skip: status and reason of a day that is skipped now.
     """
 
     status: DayStatus = "waiting"
@@ -155,6 +156,7 @@ class Day:
     stages: dict[str, Stage] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
     reason: str | None = None
+    before_skip: tuple[DayStatus, str | None] | None = None
 
     def stage(self, name: str) -> Stage:
         """Made if it is not there."""

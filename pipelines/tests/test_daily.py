@@ -321,6 +321,27 @@ def test_a_skipped_day_is_left_out_of_later_datasets(pipeline):
         made.skip("7")
 
 
+def test_a_skipped_day_is_taken_in_again(pipeline):
+    jobs = FakeJobs({"0": 0.1, "1": 0.01, "2": 0.1, "3": 0.1})
+    made = pipeline(jobs)
+    with pytest.raises(DailyError, match="day 1 is not skipped; skipped are: none"):
+        made.unskip("1")
+    assert made.run(["0", "1"]) == REJECTED
+    made.skip("1")
+    made.skip("1")
+    made.skip("2")
+    assert made.pending() == []
+    made = pipeline(jobs)
+    made.unskip("2")
+    assert made.pending() == ["2"] and run(made) == 0, "a day that was never run is to do"
+    made = pipeline(jobs, 4)
+    made.unskip("1")
+    assert statuses(made)["1"] == "rejected" and "-90.0%" in made.state.days["1"].reason
+    assert run(made) == 0 and made.releases.line() == ["3", "2", "0"], "the published day is later: its log counts"
+    assert len(list(made.layout.inputs("2").iterdir())) == 2
+    assert len(list(made.layout.inputs("3").iterdir())) == 4
+
+
 def test_a_day_without_new_events_fails(pipeline, tmp_path):
     made = pipeline(FakeJobs({"0": 0.1}), 1)
     assert run(made) == 0
@@ -601,6 +622,31 @@ def test_a_day_is_redone_after_the_job_that_outlived_its_pipeline(pipeline):
     made.forget("0")
     assert jobs.waited == [("train", "fake://train-0")]
     assert not made.layout.data("0").exists() and run(made) == 0
+
+
+def test_a_day_that_fails_when_it_is_redone_is_still_to_do(pipeline):
+    jobs = FakeJobs(dict.fromkeys("0123", 0.1))
+    made = pipeline(jobs, 4)
+    assert run(made) == 0
+    made.releases.roll_back("1")
+    made.forget("2")
+    jobs.broken = {("train", "2")}
+    assert made.run(["2"]) == FAILED and pipeline(jobs, 4).pending() == ["2"]
+    jobs.broken = set()
+    made = pipeline(jobs, 4)
+    assert run(made) == 0 and made.releases.line() == ["2", "1", "0"]
+    assert pipeline(jobs, 4).pending() == [], "day 3 stays rolled back"
+
+
+def test_a_day_that_was_rolled_back_is_not_called_published(pipeline, capsys):
+    made = pipeline(FakeJobs({"0": 0.1, "1": 0.1, "2": 0.1}))
+    assert run(made) == 0 and made.run(["2"]) == 0
+    made.releases.roll_back("0")
+    for day in "12":
+        assert made.run([day]) == FAILED
+        said = capsys.readouterr().err
+        assert f"day {day} was rolled back: --rollback {day} publishes it again, --redo {day}" in said
+    assert made.run(["0"]) == 0
 
 
 @pytest.mark.parametrize("step", range(6))
