@@ -89,5 +89,12 @@ class Stages:
             summary = self.layout.run(day) / "summary.json"
             return summary.exists() and not json.loads(summary.read_text())["preempted"]
         if stage in ("evaluate", "compare"):
-            return self.evaluation(stage, day).exists()
+            return self._is_measured(self.evaluation(stage, day))
         return (self.layout.export(day) / "manifest.json").exists()
+
+    def _is_measured(self, evaluation: Path) -> bool:
+        """Whether there is a measurement, of what the config asks for now: another one does not compare."""
+        if not evaluation.exists():
+            return False
+        found, wanted = json.loads(evaluation.read_text()), self.config.evaluate
+        return (found.get("split"), found.get("filter_seen")) == (wanted.split, wanted.filter_seen)
