@@ -30,7 +30,7 @@ class LogsConfig:
     time_column: str = _key("timestamp", "name of the column")
     time_unit: Literal["s", "ms", "us"] = _key("s", "of the log; the training config's data.time_unit is the same")
     first_day: str | None = _key(None, "earlier days are history and no days of their own; null: the first log")
-    min_new_events: int = _key(1, "a day that brings fewer events is broken; 0 does not count them")
+    min_new_events: int = _key(1, "a training day that brings fewer events is broken; 0 does not count them")
     arguments: tuple[str, ...] = _key((), "more for pipelines.prepare events, for example [--side-columns, action]")
 
     def __post_init__(self) -> None:
