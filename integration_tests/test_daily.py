@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from torchx.runner import get_runner
 
 from fuxi_torchrec.serving.bundle import Bundle
-from integration_tests.launches import strike, until
+from integration_tests.launches import descendants, strike, until
 from pipelines import synthesize
 from pipelines.daily import config as daily_config
 from pipelines.daily.jobs import MARK, TorchXJobs, marked_processes
@@ -103,10 +104,15 @@ def test_three_days_killed_twice_on_the_way_then_a_broken_one_and_a_rollback(tmp
 def check_three_days(pipeline):
     root = pipeline.root
 
-    # the machine stops in the middle of day two's training
+    # the machine is wanted in the middle of day one's training, and stops in the middle of day two's
     pipeline.log_arrives(0, 1)
     process = pipeline.start()
-    pipeline.wait_until(lambda: (root / "state.json").exists() and pipeline.is_training("1"), process)
+    pipeline.wait_until(lambda: (root / "state.json").exists() and pipeline.is_training("0"), process)
+    below = descendants(process.pid)
+    (torchrun,) = below.intersection(marked_processes(f"{root}:0:train")) - set().union(*map(descendants, below))
+    strike(torchrun, signal.SIGTERM)
+    pipeline.wait_until(lambda: pipeline.is_training("1"), process)
+    assert pipeline.day("0")["stages"]["train"]["attempts"] == 2, "it was launched again"
     process.kill()
     process.wait()
     pipeline.kill_jobs()

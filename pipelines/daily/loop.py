@@ -178,7 +178,7 @@ class Daily:
             print(f"  {stage}: {self.stages.shown(job)}", flush=True)
             try:
                 noted.job = self.jobs.submit(job)
-            except StageError as error:
+            except DailyError as error:
                 self.state.end(day, stage, "failed", str(error))
                 raise
             self.state.save()
@@ -188,6 +188,7 @@ class Daily:
             left_early = stage == "train" and not ended.cancelled and self._preempted(day).exists()
             if self.stages.is_complete(stage, day) or not left_early:
                 break
+            self.jobs.wait_for_earlier(job, noted.job)  # a worker may hold the run's lock a little longer
             print(f"  {stage}: it was asked to leave, and saved; launching it again", flush=True)
         if not self.stages.is_complete(stage, day):
             message = ended.message or "it ended without its output"

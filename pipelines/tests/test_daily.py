@@ -243,6 +243,7 @@ def test_training_that_was_asked_to_leave_is_launched_again(pipeline):
     made = pipeline(jobs, 1)
     assert run(made) == 0
     assert made.state.days["0"].stages["train"].attempts == 3
+    assert jobs.waited == [("train", "fake://train-0")] * 2, "until nothing of it holds the run's lock"
     jobs = FakeJobs({"1": 0.1}, asked_to_leave=9)
     assert run(pipeline(jobs, 2)) == FAILED
     assert jobs.submitted.count(("train", "1")) == 4, "jobs.relaunches bounds it"
