@@ -2,7 +2,6 @@
 ifndef PYTHON
 PYTHON := $(shell command -v python3.11 || command -v python3)
 endif
-VARIANT ?= cpu
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
@@ -11,7 +10,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-setup:  ## make .venv with the verified stack (VARIANT=cpu|cuda, PYTHON=...)
+setup:  ## make .venv with the verified stack (VARIANT=cpu|cuda: by default what .venv is for; PYTHON=...)
 	@"$(PYTHON)" setup_env.py $(VARIANT)
 
 demo: setup  ## the whole way once, on made-up data; DATA=path/to/ml-1m for MovieLens-1M

@@ -1,6 +1,6 @@
 """Make `.venv` with the verified stack and this project, editable.
 
-    python3.11 setup_env.py [cpu|cuda]
+    python3.11 setup_env.py [cpu|cuda]      # by default what .venv is for, else cpu
 
 Versions come from pyproject.toml. Only the standard library is used, and nothing newer than Python 3.7
 up to the version check, so that an old interpreter gets its message and not a syntax error.
@@ -54,6 +54,12 @@ def stamp(variant: str) -> str:
         digest.update(path.read_bytes())
     digest.update(repr((variant, sys.version, str(ROOT))).encode())
     return digest.hexdigest()
+
+
+def variant_there() -> str:
+    """What .venv is for; cpu if there is none. Who asked for cuda once need not say it again."""
+    found = OURS.read_text() if OURS.exists() else ""
+    return found if found in VARIANTS else "cpu"
 
 
 def runs(*command: object) -> bool:
@@ -121,7 +127,7 @@ def say_torch_build() -> None:
 
 def main() -> None:
     """Check, make, install, examine."""
-    variant = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+    variant = sys.argv[1] if len(sys.argv) > 1 else variant_there()
     if len(sys.argv) > 2 or variant not in VARIANTS:
         stop("VARIANT must be one of {}, not {!r}".format(", ".join(VARIANTS), " ".join(sys.argv[1:])))
     check_python()

@@ -43,17 +43,18 @@ def sync_all(directory: Path) -> None:
         sync(path)
 
 
-def lock(file: IO[Any], wait_seconds: float = 0.5) -> bool:
+def lock(file: IO[Any], wait_seconds: float = 0.5, shared: bool = False) -> bool:
     """Take a file's lock until it is closed; False if another process keeps it.
 
     Args:
-        file: open.
+        file: open for writing; for a shared lock for reading.
         wait_seconds: somebody who only looks (:func:`is_locked`) has it for a moment.
+        shared: others may share it.
     """
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
@@ -69,8 +70,8 @@ def is_locked(path: Path) -> bool:
     """Whether a process holds a file's lock now."""
     if not path.exists():
         return False
-    with path.open() as file:
-        return not lock(file, 0.0)
+    with path.open() as file:  # NFS gives who only reads a shared lock, and no other
+        return not lock(file, 0.0, shared=True)
 
 
 class OutputLock:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,13 @@ import yaml
 from torchx.runner import get_runner
 
 from fuxi_torchrec.serving.bundle import Bundle
+from integration_tests.launches import descendants, strike, until
 from pipelines import synthesize
 from pipelines.daily import config as daily_config
-from pipelines.daily.jobs import MARK, TorchXJobs
+from pipelines.daily.jobs import MARK, TorchXJobs, marked_processes
 from pipelines.daily.loop import FAILED, Daily
 from pipelines.daily.state import DailyError, Day
+from pipelines.daily.status import STAGES
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -43,6 +44,7 @@ class Pipeline:
 
     def __init__(self, directory):
         self.directory, self.root, self.file = directory, directory / "root", directory / "daily.yaml"
+        self.log = directory / "said"  # by the command that ran last
         path = f"{directory}/log/part-{{day}}.parquet"
         self.file.write_text(yaml.safe_dump({**CONFIG, "root": str(self.root), "logs": {"path": path}}))
         (directory / "log").mkdir()
@@ -56,15 +58,26 @@ class Pipeline:
 
     def start(self, *options):
         command = [sys.executable, "-m", "pipelines.daily", "--config", str(self.file), *options]
-        return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        with self.log.open("w") as log:
+            return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self, *options):
         process = self.start(*options)
         try:
-            said, _ = process.communicate(timeout=LIMIT)
+            process.wait(LIMIT)
         finally:
             process.kill()
-        return process.returncode, said
+        return process.returncode, self.log.read_text()
+
+    def wait_until(self, condition, process):
+        until(condition, process, self.log, LIMIT)
+
+    def kill_jobs(self):
+        """All processes of all jobs; some may begin or end meanwhile."""
+        marks = [f"{self.root}:{day}:{stage}" for day in "0123" for stage in STAGES]
+        while left := [each for mark in marks for each in marked_processes(mark)]:
+            for each in left:
+                strike(each)
 
     def day(self, day):
         return json.loads((self.root / "state.json").read_text())["days"].get(day, {"status": "", "stages": {}})
@@ -79,56 +92,40 @@ class Pipeline:
         return self.day(day)["stages"]["train"]["status"] == "running"
 
 
-def wait_until(condition, process):
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-def job_processes(root):
-    """Of any job of the pipeline."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"{MARK}={root}:".encode() in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.mark.timeout(1500)
 def test_three_days_killed_twice_on_the_way_then_a_broken_one_and_a_rollback(tmp_path):
     pipeline = Pipeline(tmp_path)
     try:
         check_three_days(pipeline)
     finally:
-        for each in job_processes(pipeline.root):
-            os.kill(each, signal.SIGKILL)
+        pipeline.kill_jobs()
 
 
 def check_three_days(pipeline):
     root = pipeline.root
 
-    # the machine stops in the middle of day two's training
+    # the machine is wanted in the middle of day one's training, and stops in the middle of day two's
     pipeline.log_arrives(0, 1)
     process = pipeline.start()
-    wait_until(lambda: (root / "state.json").exists() and pipeline.is_training("1"), process)
+    pipeline.wait_until(lambda: (root / "state.json").exists() and pipeline.is_training("0"), process)
+    below = descendants(process.pid)
+    (torchrun,) = below.intersection(marked_processes(f"{root}:0:train")) - set().union(*map(descendants, below))
+    strike(torchrun, signal.SIGTERM)
+    pipeline.wait_until(lambda: pipeline.is_training("1"), process)
+    assert pipeline.day("0")["stages"]["train"]["attempts"] == 2, "it was launched again"
     process.kill()
-    for each in job_processes(root):
-        os.kill(each, signal.SIGKILL)
-    process.communicate()
+    process.wait()
+    pipeline.kill_jobs()
     assert pipeline.published() == "0"
     assert "stopped" in pipeline.run("--status")[1]
 
     # run again: training goes on from its checkpoint; the pipeline alone is killed in the middle of day three's
     pipeline.log_arrives(2)
     process = pipeline.start()
-    wait_until(lambda: pipeline.is_training("2"), process)
+    pipeline.wait_until(lambda: pipeline.is_training("2"), process)
     process.kill()
-    said, _ = process.communicate()
+    process.wait()
+    said = pipeline.log.read_text()
     assert "day 1: train, from day 0\n  prepare: done\n" in said
     assert pipeline.published() == "1"
     stages = pipeline.day("1")["stages"]
@@ -180,7 +177,7 @@ def requests(scheduler, options, tmp_path):
         release = {"day": "5", "trained": "5", "metrics": {}, "previous": None, "at": ""}
         (tmp_path / "releases" / "5" / "release.json").write_text(json.dumps(release))
         stages = ("prepare", "train", "evaluate", "compare", "export", "refresh")
-        return {stage: str(jobs.request(made.job(stage, "6", Day(base="5")))) for stage in stages}
+        return {stage: str(jobs.request(made.stages.job(stage, "6", Day(base="5")))) for stage in stages}
 
 
 def test_a_dry_run_for_slurm_shows_complete_jobs(tmp_path):

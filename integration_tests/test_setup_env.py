@@ -52,6 +52,30 @@ def test_an_unknown_variant_is_named(project):
     assert "VARIANT must be one of cpu, cuda, not 'tpu'" in said
 
 
+@pytest.mark.parametrize(
+    ("there", "given", "installed"),
+    [(None, [], "cpu"), ("cuda", [], "cuda"), ("cpu", [], "cpu"), ("", [], "cpu"), ("cuda", ["cpu"], "cpu")],
+)
+def test_an_environment_keeps_its_variant_unless_another_is_asked_for(project, there, given, installed):
+    if there is not None:
+        (project / ".venv").mkdir()
+        (project / ".venv" / ".made-by-setup-env").write_text(there)
+    only_say = "import subprocess; subprocess.run = lambda *_, **__: sys.exit('here it would begin')"
+    _, said = setup(project, *given, pretend=only_say)
+    assert said == f"setup: installing the {installed} stack into .venv; this takes a few minutes the first time\n" + (
+        "here it would begin\n"
+    )
+
+
+def test_make_leaves_the_variant_to_the_environment_that_is_there():
+    environment = {name: value for name, value in os.environ.items() if name != "VARIANT"}
+    for target in ("setup", "lint"):
+        for given, passed in (([], ""), (["VARIANT=cuda"], "cuda")):
+            command = ["make", "--dry-run", target, "PYTHON=python3.11", *given]
+            said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+            assert said.splitlines()[0].rstrip() == f'"python3.11" setup_env.py {passed}'.rstrip()
+
+
 def test_somebody_elses_venv_is_left_alone(project):
     (project / ".venv").mkdir()
     (project / ".venv" / "precious").write_text("keep")

@@ -33,6 +33,20 @@ def test_a_lock_that_another_process_has_is_not_ours(tmp_path):
     assert not is_locked(path)
 
 
+def test_who_only_looks_needs_no_more_than_to_read(tmp_path, monkeypatch):
+    path, flock = tmp_path / "lock", fcntl.flock
+
+    def as_on_nfs(file, operation):  # flock is a lock of bytes there: an exclusive one needs a file open for writing
+        if operation & fcntl.LOCK_EX and not file.writable():
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", as_on_nfs)
+    with path.open("a") as file:
+        assert lock(file) and is_locked(path)
+    assert not is_locked(path)
+
+
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")

@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--status", action="store_true", help="show every day, and do nothing")
     what.add_argument("--rollback", nargs="?", const=True, metavar="DAY", help="publish DAY again, or what was before")
     what.add_argument("--skip", metavar="DAY", help="leave a day's log out of all later datasets")
+    what.add_argument("--unskip", metavar="DAY", help="take the log of a skipped day in again")
     what.add_argument("--redo", metavar="DAY", help="remove what a day that is not published has made, and run it")
     found.add_argument("--dryrun", action="store_true", help="show the jobs of the next day, and submit none")
     found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is due; see ``parser`` for the exit codes."""
     command = parser()
     options = command.parse_args(arguments)
-    if options.dryrun and (options.status or options.skip is not None or options.rollback is not None):
+    if options.dryrun and (options.status or (options.skip, options.unskip, options.rollback) != (None, None, None)):
         command.error("--dryrun shows jobs: it goes with --day, --redo or nothing")
     setup_logging("warning")
     try:
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(config, options)
     except (ConfigError, DailyError) as error:
         print(error, file=sys.stderr)
+        return FAILED
+    except OSError as error:  # a full disk, a root that may not be written
+        print(f"{error}; mend it, and run again: it goes on where it was", file=sys.stderr)
         return FAILED
 
 
@@ -90,6 +94,9 @@ def _run_days(daily: Daily, options: argparse.Namespace) -> int:
     daily.note_published()
     if options.skip is not None:
         daily.skip(options.skip)
+        return 0
+    if options.unskip is not None:
+        daily.unskip(options.unskip)
         return 0
     if options.redo is not None:
         daily.forget(options.redo)

@@ -4,6 +4,7 @@ python -m pipelines.daily.config                      # all keys with their defa
 python -m pipelines.daily.config FILE key=value ...   # the same, resolved
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ class LogsConfig:
     time_column: str = _key("timestamp", "name of the column")
     time_unit: Literal["s", "ms", "us"] = _key("s", "of the log; the training config's data.time_unit is the same")
     first_day: str | None = _key(None, "earlier days are history and no days of their own; null: the first log")
-    min_new_events: int = _key(1, "a day that brings fewer events is broken; 0 does not count them")
+    min_new_events: int = _key(1, "a training day that brings fewer events is broken; 0 does not count them")
     arguments: tuple[str, ...] = _key((), "more for pipelines.prepare events, for example [--side-columns, action]")
 
     def __post_init__(self) -> None:
@@ -117,6 +118,8 @@ class JobsConfig:
     )
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"(\d+:)?\d+x\d+", self.processes):
+            raise ValueError(f"processes is nodes x processes per node, such as 1x2 or 2x8, not {self.processes!r}")
         if not self.timeout_minutes > 0 or not self.poll_seconds > 0:
             raise ValueError("timeout_minutes and poll_seconds must be positive")
         if self.relaunches < 0 or self.restarts < 0:

@@ -38,7 +38,7 @@ def judge(
         if new.get(key) != old.get(key):
             raise StageError(
                 f"day {published} was measured with {key} = {old.get(key)}, this one with {new.get(key)}: they do not "
-                "compare. Put the setting back, or compare on the same data: gate.against=same_data"
+                f"compare. Put evaluate.{key} back, or compare on the same data (gate.against=same_data), and run again"
             )
     before = metric_of(config, old)
     change = (value - before) / before if before else 0.0

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 from fuxi_torchrec.durable import is_locked
 from pipelines import components
 from pipelines.daily.config import JobsConfig
-from pipelines.daily.state import DailyError, Layout
+from pipelines.daily.state import STATE, DailyError, Layout, StageError
 
 # Every process of a job has it, so that a job is found again even if nobody noted its handle.
 MARK = "FUXI_DAILY_JOB"
 LOCAL = ("local_cwd", "local")
 _TAIL = 12
-_PATIENCE = 10  # polls of a scheduler that does not answer
+_PATIENCE = 10  # polls of a scheduler that does not answer, or has nothing to say
+_GRACE_SECONDS = 120.0  # for a cancelled job to save and leave
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,20 @@ class Ended:
     Attributes:
         message: what it says of its failure.
         logs: where its output is.
+        cancelled: it was stopped for good, by this pipeline or by a person.
     """
 
     succeeded: bool
     message: str = ""
     logs: str | None = None
+    cancelled: bool = False
 
 
 class Jobs(Protocol):
     """What the pipeline asks of whatever runs its jobs."""
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that could not be submitted."""
 
     def submit(self, job: Job) -> str:
         """Start a job; its handle."""
@@ -130,13 +136,23 @@ class TorchXJobs:
 
     def request(self, job: Job) -> Any:
         """What would be submitted; printable."""
-        return self.runner.dryrun(self.app(job), self.scheduler, self.options())
+        with _as_stage_error(
+            f"{job.stage}: no job for {self.scheduler} can be made",
+            "see jobs.processes, host, mounts, scheduler_options",
+        ):
+            return self.runner.dryrun(self.app(job), self.scheduler, self.options())
+
+    def check(self, job: Job) -> None:
+        """Refuse a job that could not be submitted."""
+        self.request(job)
 
     # --- running -----------------------------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> str:
         """Start a job; its handle."""
-        return str(self.runner.schedule(self.request(job)))
+        request = self.request(job)
+        with _as_stage_error(f"{job.stage}: {self.scheduler} did not take the job", "mend it, and run again"):
+            return str(self.runner.schedule(request))
 
     def follow(self, job: Job, handle: str) -> Ended:
         """Wait for its end; cancelled if it takes too long."""
@@ -146,8 +162,24 @@ class TorchXJobs:
                 return Ended(False, f"{self.scheduler} does not know {handle} any more")
             if status.is_terminal():
                 return self._ended(handle, status)
-        self.runner.cancel(handle)
-        return Ended(False, f"cancelled after {self.config.timeout_minutes:g} minutes (jobs.timeout_minutes)")
+        return self._cancel(job, handle)
+
+    def _cancel(self, job: Job, handle: str) -> Ended:
+        """Stop a job that takes too long; workers outlive torchrun for a while, and nothing may begin beside them."""
+        from torchx.schedulers.local_scheduler import SignalException
+
+        late = f"cancelled after {self.config.timeout_minutes:g} minutes (jobs.timeout_minutes)"
+        try:
+            self.runner.cancel(handle)
+        except SignalException:
+            raise
+        except Exception as error:
+            late = f"{late}, but {self.scheduler} says {error!r}"
+        for _ in self._ticks(_GRACE_SECONDS):
+            alive = self._alive(job, handle)
+            if not alive:
+                return Ended(False, late, cancelled=True)
+        raise DailyError(f"{job.stage} was {late} and still runs: {alive}; stop it, and run again")
 
     def wait_for_earlier(self, job: Job, handle: str | None) -> bool:
         """Wait for a job that an earlier pipeline started, on this machine or a cluster; whether there was one."""
@@ -162,21 +194,31 @@ class TorchXJobs:
                 told = True
         raise DailyError(
             f"day {job.day}: {job.stage} of an earlier pipeline still runs after {self.config.timeout_minutes:g} "
-            f"minutes: {self._alive(job, handle)}; stop it, and run again"
+            f"minutes: {alive}; stop it, and run again"
         )
 
     def _alive(self, job: Job, handle: str | None) -> str:
         """What of a job still runs, in words; nothing if nothing does."""
         if handle is not None and not handle.startswith(tuple(f"{name}:" for name in LOCAL)):
-            status = self._status(handle)
-            return handle if status is not None and not status.is_terminal() else ""
-        processes = marked_processes(self.mark(job))
-        if processes:
+            status = self._status_if_known(handle)
+            if status is not None and not status.is_terminal():
+                return handle
+        elif processes := marked_processes(self.mark(job)):
             return f"process {', '.join(map(str, processes))}"
         return f"{job.lock} is locked" if job.lock is not None and is_locked(Path(job.lock)) else ""
 
+    def _status_if_known(self, handle: str) -> Any:
+        """Of a job submitted long ago; None if the scheduler has forgotten it."""
+        for _ in range(_PATIENCE):
+            status = self._status(handle)
+            # Slurm says it of a job without a row in its accounting; Kubernetes of one that it has not looked at yet.
+            if status is None or status.state.name != "UNKNOWN" or not handle.startswith("slurm:"):
+                return status
+            time.sleep(self.config.poll_seconds)
+        return None
+
     def _status(self, handle: str) -> Any:
-        """Of a job; a scheduler that does not answer is asked again."""
+        """Of a job, None if there is none; a scheduler that does not answer is asked again."""
         from torchx.schedulers.local_scheduler import SignalException
         from torchx.specs import AppState, AppStatus
 
@@ -189,17 +231,19 @@ class TorchXJobs:
             except Exception as error:
                 if "CANCELLED by" in str(error):  # Slurm says who, and TorchX does not know such a state
                     return AppStatus(AppState.CANCELLED, msg=str(error))
+                if getattr(error, "status", None) == 404:  # Kubernetes of a job that was deleted
+                    return None
                 asked += 1
                 if asked == _PATIENCE:
                     raise DailyError(
                         f"{self.scheduler} does not say how {handle} is: {error!r}; it may still run. Run again to go "
-                        "on with it"
+                        f"on with it; if it surely does not run, set this job to null in {self.root / STATE} first"
                     ) from error
             time.sleep(self.config.poll_seconds)
 
-    def _ticks(self) -> Iterator[None]:
-        """Until the time is up."""
-        deadline = time.monotonic() + self.config.timeout_minutes * 60
+    def _ticks(self, seconds: float | None = None) -> Iterator[None]:
+        """Until the time is up, by default a job's."""
+        deadline = time.monotonic() + (self.config.timeout_minutes * 60 if seconds is None else seconds)
         while True:
             yield
             if time.monotonic() > deadline:
@@ -210,7 +254,21 @@ class TorchXJobs:
         place = status.ui_url.removeprefix("file://") if status.ui_url else f"torchx log {handle}"
         if status.state.name == "SUCCEEDED":
             return Ended(True, logs=place)
-        return Ended(False, _error(status) or tail(Path(place)) or f"ended as {status.state.name}", place)
+        message = _error(status) or tail(Path(place)) or f"ended as {status.state.name}"
+        return Ended(False, message, place, cancelled=status.state.name == "CANCELLED")
+
+
+@contextlib.contextmanager
+def _as_stage_error(what: str, to_do: str) -> Iterator[None]:
+    """Whatever TorchX and its schedulers raise, in words."""
+    from torchx.schedulers.local_scheduler import SignalException
+
+    try:
+        yield
+    except (SignalException, DailyError):
+        raise
+    except Exception as error:
+        raise StageError(f"{what}: {type(error).__name__}: {error}; {to_do}") from error
 
 
 def _error(status: Any) -> str:

@@ -4,11 +4,13 @@ import glob
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from fuxi_torchrec.data.sources import LOGS
 from pipelines.daily.config import DAY, LogsConfig
+from pipelines.daily.state import DailyError
 
 
 def order(day: str) -> tuple[tuple[int, int, str], ...]:
@@ -34,6 +36,29 @@ def is_aside(name: str) -> bool:
         (True, True, False)
     """
     return name.startswith((".", "_")) or name.endswith(ASIDE)
+
+
+def shape(day: str) -> str:
+    """A day's name without its numbers; all days have one.
+
+    Example:
+        >>> shape("2024-05-9") == shape("2024-05-10"), shape("archive")
+        (True, 'archive')
+    """
+    return re.sub(r"\d+", "0", day)
+
+
+def check_names(days: Sequence[str]) -> None:
+    """Refuse what lies beside the logs and is no day: it would come after all days, and end the loop for good."""
+    shapes = Counter(map(shape, days))
+    usual = shapes.most_common(1)[0][0] if shapes else ""  # the first in order if there are as many of each
+    others = [day for day in days if shape(day) != usual]
+    if others:
+        example = next(day for day in days if shape(day) == usual)
+        raise DailyError(
+            f"{', '.join(others[:5])}: not named as day {example} is. What is no day's log: move it elsewhere, put an "
+            f"underscore before its name, or --skip {others[0]}; what is one: name it as the others are"
+        )
 
 
 class Logs:
@@ -63,12 +88,17 @@ class Logs:
         head, tail = self.config.path.split(DAY)
         path = Path(head + day + tail)
         if path.is_dir():
-            found = [each for each in path.rglob("*") if each.name.endswith(LOGS)]
+            found = list(path.rglob("*"))
         elif path.exists():
             found = [path]
         else:
             found = [Path(each) for each in glob.glob(glob.escape(head + day) + tail, recursive=True)]
-        return sorted(each.absolute() for each in found if each.is_file())
+        return sorted(each.absolute() for each in found if self._is_log(each))
+
+    def _is_log(self, path: Path) -> bool:
+        """Whether a file of a day is one that is read; nothing below the day's own name may be aside."""
+        inside = path.relative_to(os.path.dirname(self.config.path.split(DAY)[0]) or ".").parts[1:]
+        return path.name.endswith(LOGS) and path.is_file() and not any(map(is_aside, inside))
 
     def link(self, days: Sequence[str], into: Path) -> dict[str, str]:
         """A directory of links to the logs of some days, in their order; what each link stands for."""

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import Literal
 
 from pipelines.daily.config import DAY, DailyConfig
 from pipelines.daily.gate import Verdict, judge, without_details
-from pipelines.daily.jobs import Ended, Job, Jobs
-from pipelines.daily.logs import Logs, order
+from pipelines.daily.jobs import Job, Jobs
+from pipelines.daily.logs import Logs, check_names, order
+from pipelines.daily.stages import Stages
 from pipelines.daily.state import DailyError, Day, DayStatus, Layout, Release, Releases, StageError, State
 
 FAILED, REJECTED = 1, 3  # 2 is argparse's
-OWN_EVALUATION, PUBLISHED_EVALUATION = "eval-daily.json", "eval-published.json"
 
 
 class Daily:
@@ -31,22 +30,26 @@ class Daily:
         self.config, self.jobs = config, jobs
         self.layout = Layout(Path(config.root).absolute())
         self.state, self.releases = State(self.layout.root), Releases(self.layout)
+        self.stages = Stages(config, self.layout, self.releases)
         self.logs = Logs(config.logs)
 
     # --- which days --------------------------------------------------------------------------------------------------
 
     def pending(self) -> list[str]:
-        """Days to do, in order: those after the last that was published or rejected."""
+        """Days to do, in order: those after the last that was published or rejected, and those begun anew."""
         done = [day for day, record in self.state.days.items() if record.status in ("published", "rejected")]
         last = max([*done, *self.releases.ever()], key=order, default=None)
-        first = self.config.logs.first_day
-        return [
-            day
-            for day in self.logs.days()
-            if (first is None or order(day) >= order(first))
-            and (last is None or order(day) > order(last))
-            and self._record(day).status != "skipped"
-        ]
+        first, current = self.config.logs.first_day, self.releases.current()
+
+        def is_due(day: str) -> bool:
+            status = self._record(day).status
+            if status == "skipped" or (first is not None and order(day) < order(first)):
+                return False
+            if status in ("running", "failed"):  # redone after a rollback, perhaps before days that were rolled back
+                return current is None or order(day) > order(current.day)
+            return last is None or order(day) > order(last)
+
+        return [day for day in self.logs.days() if is_due(day)]
 
     def note_published(self) -> None:
         """A pipeline that was killed just after it moved the pointer did not write down that it has."""
@@ -83,6 +86,14 @@ class Daily:
     def run_day(self, day: str) -> int:
         """One day, from where it stopped; the exit code."""
         record = self._record(day)
+        if record.status == "published" and day not in self.releases.line():
+            print(
+                f"day {day} was rolled back: --rollback {day} publishes it again, --redo {day} makes it anew\n"
+                f"{self._standing()}",
+                file=sys.stderr,
+                flush=True,
+            )
+            return FAILED
         if record.status in ("published", "rejected", "skipped"):
             print(f"day {day} is {record.status}{f': {record.reason}' if record.reason else ''}")
             return REJECTED if record.status == "rejected" else 0
@@ -94,7 +105,9 @@ class Daily:
         try:
             record = self._begin(day)
             print(f"day {day}: {record.kind}, from {f'day {record.base}' if record.base else 'nothing'}", flush=True)
-            for stage in self.stages(record):
+            for stage in self.stages.with_jobs(record):  # a wrong setting of the last one shows before the first
+                self.jobs.check(self.stages.job(stage, day, record))
+            for stage in self.stages.of(record):
                 if stage == "gate":
                     verdict = self._gate(day, record)
                     if not verdict.publish:
@@ -112,12 +125,17 @@ class Daily:
         return 0
 
     def _check_due(self, day: str) -> None:
-        """Refuse a day without a log, or before the one that is published."""
+        """Refuse a day without a log, or before the one that is published; and all days if one is none."""
+        self.check_names()
         if day not in self.logs.days():
             raise DailyError(f"no log at {self.config.logs.path.replace(DAY, day)}")
         current = self.releases.current()
         if current is not None and order(current.day) > order(day):
             raise DailyError(f"day {current.day} is published: an older one does not replace it; see --rollback")
+
+    def check_names(self) -> None:
+        """Refuse to go on while something beside the logs looks like a day."""
+        check_names([day for day in self.logs.days() if self._record(day).status != "skipped"])
 
     def _begin(self, day: str) -> Day:
         """What the day starts from: what is published; a day on its way must have started from the same."""
@@ -142,76 +160,12 @@ class Daily:
             return "train"
         return "train" if len(self.days_until(day, current.trained)) >= self.config.train.every_days else "refresh"
 
-    def stages(self, record: Day) -> list[str]:
-        """Of a day, in order."""
-        if record.kind == "refresh":
-            return ["refresh", "publish"]
-        compare = ["compare"] if self.config.gate.against == "same_data" and record.base is not None else []
-        return ["prepare", "train", "evaluate", *compare, "gate", "export", "publish"]
-
-    def job(self, stage: str, day: str, record: Day) -> Job:
-        """The command of a stage."""
-        config, layout, logs = self.config, self.layout, self.config.logs
-        base = self.releases.read(record.base) if record.base is not None else None
-        run = str(layout.run(day))
-        columns = [f"--{name}-column={getattr(logs, f'{name}_column')}" for name in ("user", "item", "time")]
-        if stage == "prepare":
-            extend = [f"--extend={layout.data(base.trained)}"] if base else []
-            arguments = ["events", f"--input={layout.inputs(day)}", f"--output={layout.data(day)}", *extend, *columns]
-            arguments += [f"--time-unit={logs.time_unit}", *logs.arguments]
-            return Job(day, stage, "pipelines.prepare", tuple(arguments), grouped=False)
-        if stage == "refresh":
-            assert base is not None
-            arguments = [f"--export={layout.export(base.day)}", f"--events={layout.inputs(day)}"]
-            arguments += [f"--output={layout.export(day)}", *columns]
-            return Job(day, stage, "pipelines.refresh", tuple(arguments), grouped=False)
-        if stage == "train":
-            warm = base if config.train.warm_start else None
-            start = [f"--init-from={layout.run(warm.trained)}"] if warm else []
-            settings = [*config.train.settings, *(() if warm else config.train.first_settings)]
-            arguments = [f"--config={config.train.config}", f"--run-dir={run}", *start]
-            arguments += [f"data.path={layout.data(day)}", *settings]
-            return Job(day, stage, "pipelines.train", tuple(arguments), lock=str(layout.run(day) / ".lock"))
-        if stage == "export":
-            arguments = [f"--run-dir={run}", f"--output={layout.export(day)}", *config.export.arguments]
-            return Job(day, stage, "pipelines.export", tuple(arguments))
-        wanted = config.evaluate
-        arguments = [f"--split={wanted.split}", f"--output={self._evaluation(stage, day)}"]
-        arguments += ["--filter-seen"] * wanted.filter_seen
-        arguments += [f"--users={wanted.users}"] if wanted.users is not None else []
-        if stage == "evaluate":
-            arguments += [f"--run-dir={run}", *["--no-baselines"] * (not wanted.baselines)]
-        else:
-            assert stage == "compare" and base is not None
-            arguments += [f"--run-dir={layout.run(base.trained)}", f"--data={layout.data(day)}"]
-            arguments += ["--allow-other-data", "--no-baselines"]
-        return Job(day, stage, "pipelines.evaluate", tuple(arguments))
-
-    def shown(self, job: Job) -> str:
-        """A job as a command that a person would type."""
-        start = f"torchx run dist.ddp -j {self.config.jobs.processes} -m {job.module} --"
-        return f"{start if job.grouped else f'python -m {job.module}'} {shlex.join(job.arguments)}"
-
-    def _evaluation(self, stage: str, day: str) -> Path:
-        return self.layout.run(day) / (OWN_EVALUATION if stage == "evaluate" else PUBLISHED_EVALUATION)
-
-    def is_complete(self, stage: str, day: str) -> bool:
-        """Whether the output of a stage is there; every stage writes what is looked at here last, and whole."""
-        if stage == "prepare":
-            return (self.layout.data(day) / "dataset.json").exists()
-        if stage == "train":
-            summary = self.layout.run(day) / "summary.json"
-            return summary.exists() and not json.loads(summary.read_text())["preempted"]
-        if stage in ("evaluate", "compare"):
-            return self._evaluation(stage, day).exists()
-        return (self.layout.export(day) / "manifest.json").exists()
-
     def _run_job(self, stage: str, day: str, record: Day) -> None:
         """A stage that is a job, unless it is done."""
-        job, noted = self.job(stage, day, record), record.stage(stage)
+        job, noted = self.stages.job(stage, day, record), record.stage(stage)
         if noted.status == "running" and self.jobs.wait_for_earlier(job, noted.job):
             print(f"  {stage}: the job of the pipeline before has ended", flush=True)
-        if self.is_complete(stage, day):
+        if self.stages.is_complete(stage, day):
             if noted.status != "finished":
                 self.state.end(day, stage, "finished")
             print(f"  {stage}: done", flush=True)
@@ -220,15 +174,23 @@ class Daily:
         for _ in range(1 + self.config.jobs.relaunches):
             meaning = self._inputs(stage, day, record)
             noted = self.state.start(day, stage)
-            print(f"  {stage}: {self.shown(job)}", flush=True)
-            noted.job = self.jobs.submit(job)
+            self._preempted(day).unlink(missing_ok=True)  # of the launch before: this one has to write its own
+            print(f"  {stage}: {self.stages.shown(job)}", flush=True)
+            try:
+                noted.job = self.jobs.submit(job)
+            except DailyError as error:
+                self.state.end(day, stage, "failed", str(error))
+                raise
             self.state.save()
             ended = self.jobs.follow(job, noted.job)
             noted.logs = ended.logs
-            if self.is_complete(stage, day) or not self._left_early(stage, day, ended):
+            # torchrun ends with an error when it is asked to leave, and Slurm calls a preempted job failed
+            left_early = stage == "train" and not ended.cancelled and self._preempted(day).exists()
+            if self.stages.is_complete(stage, day) or not left_early:
                 break
+            self.jobs.wait_for_earlier(job, noted.job)  # a worker may hold the run's lock a little longer
             print(f"  {stage}: it was asked to leave, and saved; launching it again", flush=True)
-        if not self.is_complete(stage, day):
+        if not self.stages.is_complete(stage, day):
             message = ended.message or "it ended without its output"
             for link, file in meaning.items():
                 message = message.replace(link, file)
@@ -239,8 +201,8 @@ class Daily:
         print(f"  {stage}: {noted.seconds:.0f} s", flush=True)
         self._check(stage, day, record)
 
-    def _left_early(self, stage: str, day: str, ended: Ended) -> bool:
-        return stage == "train" and ended.succeeded and (self.layout.run(day) / "preempted").exists()
+    def _preempted(self, day: str) -> Path:
+        return self.layout.run(day) / "preempted"
 
     def _inputs(self, stage: str, day: str, record: Day) -> dict[str, str]:
         """The logs that a stage reads, as one directory."""
@@ -278,12 +240,12 @@ class Daily:
     def _gate(self, day: str, record: Day) -> Verdict:
         self.state.start(day, "gate")
         try:
-            new = without_details(json.loads(self._evaluation("evaluate", day).read_text()))
+            new = without_details(json.loads(self.stages.evaluation("evaluate", day).read_text()))
             old = None
             if record.base is not None:
                 old = self.releases.read(record.base).metrics
                 if self.config.gate.against == "same_data":
-                    old = json.loads(self._evaluation("compare", day).read_text())
+                    old = json.loads(self.stages.evaluation("compare", day).read_text())
             record.metrics = new
             verdict = judge(self.config.gate, new, old, record.base)
         except StageError as error:
@@ -328,8 +290,24 @@ class Daily:
             raise DailyError(f"there is no day {day}; there are {', '.join(self.logs.days()) or 'none'}")
         if day in self.releases.line():
             raise DailyError(f"day {day} is published: roll back to a day before it first")
+        record = self.state.day(day)
+        if record.status != "skipped":
+            record.before_skip = (record.status, record.reason)
         self._close(day, "skipped", "left out by --skip")
-        print(f"day {day}: skipped; later datasets leave its log out")
+        print(f"day {day}: skipped; later datasets leave its log out, --unskip {day} takes it in again")
+
+    def unskip(self, day: str) -> None:
+        """Take a skipped day's log in again; the day is then what it was before."""
+        if self._record(day).status != "skipped":
+            skipped = [each for each, record in self.state.days.items() if record.status == "skipped"]
+            raise DailyError(
+                f"day {day} is not skipped; skipped are: {', '.join(sorted(skipped, key=order)) or 'none'}"
+            )
+        record = self.state.day(day)
+        record.status, record.reason = record.before_skip or ("waiting", None)
+        record.before_skip = None
+        self.state.save()
+        print(f"day {day}: not skipped any more; later datasets have its log")
 
     def forget(self, day: str) -> None:
         """Remove what a day that is not published has made, so that it begins anew."""
@@ -339,9 +317,9 @@ class Daily:
                 lock = str(self.layout.run(day) / ".lock") if stage == "train" else None
                 self.jobs.wait_for_earlier(Job(day, stage, "", (), lock=lock), noted.job)
         self.releases.forget(day)
-        self.layout.clear(day)
         self.state.days.pop(day, None)
         self.state.save()
+        self.layout.remove_aside(day)  # takes long, and may be interrupted: nothing refers to it any more
 
 
 def _events(dataset: Path) -> int:

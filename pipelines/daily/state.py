@@ -102,14 +102,23 @@ class Layout:
         """Held by the pipeline that runs."""
         return self.root / LOCK
 
-    def clear(self, day: str) -> None:
-        """Remove what a day has made."""
-        for path in (self.inputs(day), self.data(day), self.run(day), self.export(day)):
+    def set_aside(self, day: str) -> None:
+        """Take what a day has made from its place; the last stage's first, so that what stays belongs together."""
+        for path, gone in self._made(day):
             if path.exists():
-                gone = path.with_name(f".{path.name}.removed")
                 shutil.rmtree(gone, ignore_errors=True)
                 os.rename(path, gone)  # never half a dataset under its own name
+
+    def remove_aside(self, day: str) -> None:
+        """Remove what was set aside."""
+        for _, gone in self._made(day):
+            if gone.exists():
                 shutil.rmtree(gone)
+
+    def _made(self, day: str) -> list[tuple[Path, Path]]:
+        """What a day has made, and where it is set aside."""
+        made = (self.export(day), self.run(day), self.data(day), self.inputs(day))
+        return [(path, path.with_name(f".{path.name}.removed")) for path in made]
 
 
 # --- what has been done ----------------------------------------------------------------------------------------------
@@ -138,6 +147,7 @@ class Day:
         base: the day that was published when this one began.
         metrics: of its model.
         reason: why it failed, was rejected or was published.
+        before_skip: status and reason of a day that is skipped now.
     """
 
     status: DayStatus = "waiting"
@@ -146,6 +156,7 @@ class Day:
     stages: dict[str, Stage] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
     reason: str | None = None
+    before_skip: tuple[DayStatus, str | None] | None = None
 
     def stage(self, name: str) -> Stage:
         """Made if it is not there."""
@@ -308,10 +319,11 @@ class Releases:
             return current.day, wanted
 
     def forget(self, day: str) -> None:
-        """Remove the release of a day that was rolled back."""
+        """Set aside what a day has made, unless it is published, and remove the release of one that was rolled back."""
         with self._moving():
             if day in self.line():
                 raise DailyError(f"day {day} is published, or was before what is: roll back to an earlier day first")
+            self.layout.set_aside(day)
             shutil.rmtree(place_of(self.directory, day), ignore_errors=True)
 
     @contextlib.contextmanager

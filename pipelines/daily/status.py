@@ -52,6 +52,9 @@ def _cell(record: Day, stage: str, running: bool) -> str:
 class _NoJobs:
     """Where nothing is to be run."""
 
+    def check(self, job: Job) -> None:
+        raise AssertionError
+
     def submit(self, job: Job) -> str:
         raise AssertionError
 
@@ -64,14 +67,16 @@ class _NoJobs:
 
 def dry_run(daily: Daily, jobs: TorchXJobs, day: str) -> None:
     """Show every stage's job, and submit none."""
+    daily.check_names()
     current, record = daily.releases.current(), daily._record(day)
     if not record.stages:
         record = Day(base=current.day if current else None, kind=daily._kind(day, current))
-    for stage in daily.stages(record):
+    for stage in daily.stages.of(record):
         if stage in ("gate", "publish"):
             print(f"{stage}: in this process")
             continue
-        job = daily.job(stage, day, record)
-        print(f"{stage}: {daily.shown(job)}")
+        job = daily.stages.job(stage, day, record)
+        print(f"{stage}: {daily.stages.shown(job)}")
+        request = jobs.request(job)
         if jobs.scheduler not in LOCAL:
-            print(jobs.request(job))
+            print(request)

@@ -1,13 +1,13 @@
 """The daily pipeline without launches: jobs here only write what the real ones would."""
 
 import dataclasses
+import errno
 import json
 import os
-import subprocess
-import sys
 import threading
 
 import pytest
+from torchx.runner import get_runner
 
 from fuxi_torchrec.durable import is_locked
 from fuxi_torchrec.strict_yaml import ConfigError
@@ -17,7 +17,7 @@ from pipelines.daily import state as daily_state
 from pipelines.daily.__main__ import check_training, main
 from pipelines.daily.config import GateConfig, LogsConfig
 from pipelines.daily.gate import judge
-from pipelines.daily.jobs import Ended, Job
+from pipelines.daily.jobs import Ended
 from pipelines.daily.logs import Logs
 from pipelines.daily.loop import FAILED, REJECTED, Daily
 from pipelines.daily.state import DailyError, Layout, Release, Releases, StageError, State
@@ -32,16 +32,23 @@ class FakeJobs:
     """Does at once what a job would do.
 
     values: ndcg@10 of each day's model. broken: (stage, day) that fail. killed: (stage, day) at which the pipeline
-    dies, before the job has done anything, or after it. asked_to_leave: how often training is.
+    dies, before the job has done anything, or after it. asked_to_leave: how often training is; cancelled: for good.
     """
 
-    def __init__(self, values, broken=(), killed_before=(), killed_after=(), asked_to_leave=0):
+    def __init__(self, values, broken=(), killed_before=(), killed_after=(), asked_to_leave=0, cancelled=False):
         self.values, self.broken = values, set(broken)
         self.killed_before, self.killed_after = set(killed_before), set(killed_after)
-        self.asked_to_leave = asked_to_leave
+        self.asked_to_leave, self.cancelled = asked_to_leave, cancelled
         self.submitted, self.waited, self.jobs = [], [], {}
+        self.unmakeable = self.unsubmittable = None
+
+    def check(self, job):
+        if job.stage == self.unmakeable:
+            raise StageError(f"{job.stage}: no job can be made")
 
     def submit(self, job):
+        if job.stage == self.unsubmittable:
+            raise StageError(f"{job.stage}: sbatch is missing")
         self.submitted.append((job.stage, job.day))
         self.jobs[job.stage, job.day] = job
         return f"fake://{job.stage}-{job.day}"
@@ -65,7 +72,7 @@ class FakeJobs:
             os.makedirs(run, exist_ok=True)
             write(f"{run}/preempted", {})
             write(f"{run}/summary.json", {"preempted": True})
-            return Ended(True)
+            return Ended(False, "SignalException", cancelled=self.cancelled)  # torchrun's exit code is 1 then
         self.work(job)
         if key in self.killed_after:
             self.killed_after.remove(key)
@@ -82,7 +89,9 @@ class FakeJobs:
             os.makedirs(given["--run-dir"], exist_ok=True)
             write(f"{given['--run-dir']}/summary.json", {"preempted": False})
         elif job.stage in ("evaluate", "compare"):
-            write(given["--output"], evaluation(self.values[(job.stage == "compare" and "compare") or job.day]))
+            found = evaluation(self.values["compare" if job.stage == "compare" else job.day])
+            found |= {"split": given["--split"], "filter_seen": "--filter-seen" in job.arguments}
+            write(given["--output"], found)
         else:
             os.makedirs(given["--output"])
             write(f"{given['--output']}/manifest.json", {})
@@ -234,9 +243,21 @@ def test_training_that_was_asked_to_leave_is_launched_again(pipeline):
     made = pipeline(jobs, 1)
     assert run(made) == 0
     assert made.state.days["0"].stages["train"].attempts == 3
+    assert jobs.waited == [("train", "fake://train-0")] * 2, "until nothing of it holds the run's lock"
     jobs = FakeJobs({"1": 0.1}, asked_to_leave=9)
     assert run(pipeline(jobs, 2)) == FAILED
     assert jobs.submitted.count(("train", "1")) == 4, "jobs.relaunches bounds it"
+
+
+def test_training_that_was_cancelled_or_fails_after_a_leave_is_not_launched_again(pipeline):
+    jobs = FakeJobs({"0": 0.1}, asked_to_leave=1, cancelled=True)
+    assert run(pipeline(jobs, 1)) == FAILED
+    assert jobs.submitted.count(("train", "0")) == 1
+    assert pipeline(jobs, 1).layout.run("0").joinpath("preempted").exists()
+    jobs = FakeJobs({"0": 0.1}, broken=[("train", "0")])
+    made = pipeline(jobs, 1)
+    assert run(made) == FAILED and "train says why" in made.state.days["0"].reason
+    assert jobs.submitted == [("train", "0")], "what the launch before has left behind does not count"
 
 
 def test_without_the_state_file_published_days_are_known_and_a_day_on_its_way_is_done_again(pipeline, capsys):
@@ -267,6 +288,27 @@ def test_a_day_with_broken_data_fails_and_the_published_one_stands(pipeline, cap
     assert run(made) == 0 and made.releases.line() == ["2", "1", "0"], "mended, it goes on"
 
 
+def test_a_job_that_cannot_be_made_fails_the_day_before_its_first_stage(pipeline, capsys):
+    jobs = FakeJobs({"0": 0.1})
+    jobs.unmakeable = "export"
+    made = pipeline(jobs, 1)
+    assert run(made) == FAILED and not jobs.submitted
+    assert "day 0: export: no job can be made" in capsys.readouterr().err
+    jobs.unmakeable = None
+    assert run(pipeline(jobs, 1)) == 0
+
+
+def test_a_job_that_is_not_taken_has_failed_and_is_submitted_again_by_the_next_run(pipeline, capsys):
+    jobs = FakeJobs({"0": 0.1})
+    jobs.unsubmittable = "train"
+    made = pipeline(jobs, 1)
+    assert run(made) == FAILED and "sbatch is missing" in capsys.readouterr().err
+    noted = pipeline(jobs, 1).state.days["0"].stages["train"]
+    assert (noted.status, noted.message) == ("failed", "train: sbatch is missing")
+    jobs.unsubmittable = None
+    assert run(pipeline(jobs, 1)) == 0 and not jobs.waited
+
+
 def test_a_skipped_day_is_left_out_of_later_datasets(pipeline):
     jobs = FakeJobs({"0": 0.1, "2": 0.1}, broken=[("prepare", "1")])
     made = pipeline(jobs)
@@ -280,6 +322,27 @@ def test_a_skipped_day_is_left_out_of_later_datasets(pipeline):
         made.skip("2")
     with pytest.raises(DailyError, match="no day 7; there are 0, 1, 2"):
         made.skip("7")
+
+
+def test_a_skipped_day_is_taken_in_again(pipeline):
+    jobs = FakeJobs({"0": 0.1, "1": 0.01, "2": 0.1, "3": 0.1})
+    made = pipeline(jobs)
+    with pytest.raises(DailyError, match="day 1 is not skipped; skipped are: none"):
+        made.unskip("1")
+    assert made.run(["0", "1"]) == REJECTED
+    made.skip("1")
+    made.skip("1")
+    made.skip("2")
+    assert made.pending() == []
+    made = pipeline(jobs)
+    made.unskip("2")
+    assert made.pending() == ["2"] and run(made) == 0, "a day that was never run is to do"
+    made = pipeline(jobs, 4)
+    made.unskip("1")
+    assert statuses(made)["1"] == "rejected" and "-90.0%" in made.state.days["1"].reason
+    assert run(made) == 0 and made.releases.line() == ["3", "2", "0"], "the published day is later: its log counts"
+    assert len(list(made.layout.inputs("2").iterdir())) == 2
+    assert len(list(made.layout.inputs("3").iterdir())) == 4
 
 
 def test_a_day_without_new_events_fails(pipeline, tmp_path):
@@ -416,6 +479,25 @@ def test_the_gate_compares_only_what_compares():
         judge(GateConfig(metric="hr@7"), evaluation(0.1), None)
 
 
+@pytest.mark.parametrize("changed", ["evaluate.split=valid", "evaluate.filter_seen=true"])
+def test_a_setting_of_the_evaluation_that_is_put_back_is_measured_anew(pipeline, changed):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1, "compare": 0.1})
+    assert run(pipeline(jobs, 1)) == 0
+    made = pipeline(jobs, 2, [changed])
+    assert run(made) == FAILED and "they do not compare. Put evaluate." in made.state.days["1"].reason
+    made = pipeline(jobs, 2)
+    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+    assert jobs.submitted.count(("evaluate", "1")) == 2 and jobs.submitted.count(("train", "1")) == 1
+
+
+def test_a_changed_setting_of_the_evaluation_compares_on_the_same_data(pipeline):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1, "compare": 0.1})
+    assert run(pipeline(jobs, 1)) == 0
+    assert run(pipeline(jobs, 2, ["evaluate.split=valid"])) == FAILED
+    made = pipeline(jobs, 2, ["evaluate.split=valid", "gate.against=same_data"])
+    assert run(made) == 0 and jobs.submitted.count(("evaluate", "1")) == 1
+
+
 # --- the pointer -----------------------------------------------------------------------------------------------------
 
 
@@ -476,8 +558,7 @@ def test_readers_always_find_a_whole_release(releases):
     def read():
         while not stop.is_set():
             try:
-                at = (releases.pointer / "export").resolve(strict=True)
-                seen.add(at.name)
+                seen.add((releases.pointer / "export").resolve(strict=True).name)
                 assert json.loads((releases.pointer / "release.json").read_text())["day"] in "01"
             except Exception as error:
                 wrong.append(error)
@@ -485,13 +566,15 @@ def test_readers_always_find_a_whole_release(releases):
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for _ in range(100):
+        moves = 0
+        while moves < 100 or (seen != {"0", "1"} and not wrong):  # until it has read in between
             releases.roll_back("0")
             releases.roll_back("1")
+            moves += 1
     finally:
         stop.set()
         reader.join()
-    assert not wrong
+    assert not wrong and seen == {"0", "1"}
 
 
 def test_a_day_begun_from_what_was_rolled_back_is_not_published(pipeline, capsys):
@@ -564,6 +647,65 @@ def test_a_day_is_redone_after_the_job_that_outlived_its_pipeline(pipeline):
     assert not made.layout.data("0").exists() and run(made) == 0
 
 
+def test_a_day_that_fails_when_it_is_redone_is_still_to_do(pipeline):
+    jobs = FakeJobs(dict.fromkeys("0123", 0.1))
+    made = pipeline(jobs, 4)
+    assert run(made) == 0
+    made.releases.roll_back("1")
+    made.forget("2")
+    jobs.broken = {("train", "2")}
+    assert made.run(["2"]) == FAILED and pipeline(jobs, 4).pending() == ["2"]
+    jobs.broken = set()
+    made = pipeline(jobs, 4)
+    assert run(made) == 0 and made.releases.line() == ["2", "1", "0"]
+    assert pipeline(jobs, 4).pending() == [], "day 3 stays rolled back"
+
+
+def test_a_day_that_was_rolled_back_is_not_called_published(pipeline, capsys):
+    made = pipeline(FakeJobs({"0": 0.1, "1": 0.1, "2": 0.1}))
+    assert run(made) == 0 and made.run(["2"]) == 0
+    made.releases.roll_back("0")
+    for day in "12":
+        assert made.run([day]) == FAILED
+        said = capsys.readouterr().err
+        assert f"day {day} was rolled back: --rollback {day} publishes it again, --redo {day}" in said
+    assert made.run(["0"]) == 0
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_an_interrupted_redo_never_mixes_old_and_new(pipeline, tmp_path, monkeypatch, step):
+    assert run(pipeline(FakeJobs({"0": 0.1, "1": 0.01}), 2)) == REJECTED
+    (tmp_path / "logs" / "part-1.parquet").write_text("a mended log")
+    made = pipeline(FakeJobs({}), 0)
+    made.state.days["1"].status = "failed"
+    made.layout.export("1").mkdir()
+    left = [step]
+
+    def killed_at(function):
+        def call(*arguments, **more):
+            if not left[0]:
+                raise KilledError
+            left[0] -= 1
+            return function(*arguments, **more)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(daily_state.os, "rename", killed_at(os.rename))
+        patch.setattr(State, "save", killed_at(State.save))
+        patch.setattr(Layout, "remove_aside", killed_at(Layout.remove_aside))
+        with pytest.raises(KilledError):
+            made.forget("1")
+    kept = [path.parent.name for path in (made.layout.data("1"), made.layout.run("1")) if path.exists()]
+    assert kept in (["data", "runs"], ["data"], []), "a run stays only with the data that it was made from"
+    made = pipeline(FakeJobs({"1": 0.1}), 0)
+    if step == 5:
+        assert "1" not in made.state.days
+    made.forget("1")
+    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+    assert [each.name for each in made.layout.root.rglob("*.removed")] == []
+
+
 # --- the state file --------------------------------------------------------------------------------------------------
 
 
@@ -622,6 +764,51 @@ def test_days_are_found_in_files_directories_and_globs(tmp_path):
     assert sorted(links) == list(links)
 
 
+def test_what_is_no_log_is_no_day_and_what_is_being_written_is_not_read(tmp_path):
+    for name in (
+        "1/a.parquet",
+        "1/_temporary/0/part.parquet",
+        "1/b.parquet.tmp",
+        "1/_SUCCESS",
+        "1/.c.parquet",
+        "1/x/d.csv",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("")
+    for name in ("README.txt", "2.csv"):
+        (tmp_path / name).write_text("")
+    logs = Logs(LogsConfig(path=f"{tmp_path}/{{day}}"))
+    assert logs.days() == ["1", "2.csv"]
+    assert [each.name for each in logs.files("1")] == ["a.parquet", "d.csv"]
+    deep = Logs(LogsConfig(path=f"{tmp_path}/{{day}}/**/*.parquet"))
+    assert [each.name for each in deep.files("1")] == ["a.parquet"]
+    assert Logs(LogsConfig(path=f"{tmp_path}/{{day}}.csv")).days() == ["2"]
+
+
+def test_days_are_found_in_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "_part-1.parquet").write_text("")
+    assert Logs(LogsConfig(path="_part-{day}.parquet")).files("1") == [tmp_path / "_part-1.parquet"]
+    assert Logs(LogsConfig(path="_part-{day}.parquet")).days() == ["1"]
+
+
+def test_what_lies_beside_the_logs_is_named_before_anything_is_done(pipeline, tmp_path, capsys):
+    jobs = FakeJobs({"0": 0.1, "1": 0.1})
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "part-archive.parquet").write_text("event")
+    made = pipeline(jobs, 2)
+    assert run(made) == FAILED and not jobs.submitted and not made.state.days
+    said = capsys.readouterr().err
+    assert "archive: not named as day 0 is" in said and "--skip archive" in said
+    with pytest.raises(DailyError, match="not named as day 0 is"):
+        made.forget("0")
+    with pytest.raises(DailyError, match="not named as day 0 is"):
+        dry_run(made, None, "0")
+    assert "archive" in status(made.config), "looking is allowed"
+    made.skip("archive")
+    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+
+
 @pytest.mark.parametrize("path", ["logs/all.parquet", "{day}/{day}", "logs/{day}-*.parquet", "*/{day}"])
 def test_a_path_that_names_no_day_is_refused(path):
     with pytest.raises(ConfigError, match="path"):
@@ -642,7 +829,6 @@ def test_the_status_says_what_was_done_and_what_is_published(pipeline, capsys):
     assert lines[1].startswith("*  0") and lines[1].endswith("0.1000")
     assert "rejected" in lines[2] and "stopped" in lines[3] and "waiting" in lines[4]
     assert any(line.startswith("1: ndcg@10") for line in lines[5:])
-    made.releases.roll_back("0")
 
 
 def test_the_command_line(pipeline, tmp_path, capsys):
@@ -665,12 +851,26 @@ def test_the_command_line(pipeline, tmp_path, capsys):
     assert "did you mean gate.metric?" in capsys.readouterr().err
 
 
+def test_a_full_disk_is_a_message(pipeline, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "daily.yaml"
+    file.write_text(f"root: {tmp_path}/root\nlogs:\n  path: {tmp_path}/logs/part-{{day}}.parquet\n")
+    pipeline(FakeJobs({}), 1)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "state.json")
+
+    monkeypatch.setattr(daily_state, "write_atomically", full)
+    assert main(["--config", str(file)]) == FAILED
+    assert "No space left on device: 'state.json'; mend it, and run again" in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_each_stage_and_runs_none(pipeline, tmp_path, capsys):
     made = pipeline(FakeJobs({"0": 0.1}), 1)
     run(made)
     made = pipeline(FakeJobs({}), 2)
-    jobs = daily_jobs.TorchXJobs(None, "local_cwd", made.config.jobs, made.layout.root)
+    jobs = daily_jobs.TorchXJobs(get_runner(), "local_cwd", made.config.jobs, made.layout.root)
     dry_run(made, jobs, "1")
+    assert not made.layout.jobs.exists()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[-6:]] == [*STAGES[:3], "gate", "export", "publish"]
     assert lines[-5].startswith("train: torchx run dist.ddp -j 1x2 -m pipelines.train -- --config=configs/demo.yaml ")
@@ -687,97 +887,3 @@ def test_a_training_config_of_another_time_unit_is_refused(tmp_path):
     with pytest.raises(ConfigError):
         check_training(daily_config.load(None, ["train.config=no.yaml"]), local=True)
     check_training(daily_config.load(None, ["train.config=no.yaml"]), local=False)
-
-
-# --- jobs ------------------------------------------------------------------------------------------------------------
-
-
-class Runner:
-    """A cluster that knows some jobs."""
-
-    def __init__(self, states):
-        self.states, self.cancelled = states, []
-
-    def status(self, handle):
-        states = self.states.get(handle)
-        if not states:
-            return None
-        state = states.pop(0) if len(states) > 1 else states[0]
-        if isinstance(state, Exception):
-            raise state
-        return Status(state)
-
-    def cancel(self, handle):
-        self.cancelled.append(handle)
-
-
-class Status:
-    structured_error_msg, ui_url = "<NONE>", None
-
-    def __init__(self, name):
-        self.state = type("State", (), {"name": name})
-
-    def is_terminal(self):
-        return self.state.name in ("SUCCEEDED", "FAILED", "CANCELLED")
-
-
-def torchx_jobs(states, tmp_path, **settings):
-    config = daily_config.JobsConfig(poll_seconds=0.01, **settings)
-    return daily_jobs.TorchXJobs(Runner(states), "slurm", config, tmp_path)
-
-
-JOB = Job("0", "train", "pipelines.train", ())
-
-
-def test_a_job_is_followed_to_its_end(tmp_path):
-    jobs = torchx_jobs({"slurm://t/1": ["PENDING", "RUNNING", "SUCCEEDED"], "slurm://t/2": ["FAILED"]}, tmp_path)
-    assert jobs.follow(JOB, "slurm://t/1").succeeded
-    assert jobs.follow(JOB, "slurm://t/2") == Ended(False, "ended as FAILED", "torchx log slurm://t/2")
-    assert "does not know" in jobs.follow(JOB, "slurm://t/3").message
-
-
-def test_a_scheduler_that_does_not_answer_is_asked_again_and_a_cancelled_job_has_ended(tmp_path):
-    away = subprocess.CalledProcessError(1, "sacct")
-    cancelled = AssertionError("failed to translate slurm state CANCELLED by 1000 to torchx state")
-    states = {"slurm://t/1": ["RUNNING", away, away, "SUCCEEDED"], "slurm://t/2": ["RUNNING", cancelled]}
-    jobs = torchx_jobs({**states, "slurm://t/3": [away]}, tmp_path)
-    assert jobs.follow(JOB, "slurm://t/1").succeeded
-    assert jobs.follow(JOB, "slurm://t/2").message == "ended as CANCELLED"
-    assert not jobs.wait_for_earlier(JOB, "slurm://t/2")
-    with pytest.raises(DailyError, match="slurm does not say how slurm://t/3 is"):
-        jobs.follow(JOB, "slurm://t/3")
-
-
-def test_a_job_that_takes_too_long_is_cancelled(tmp_path):
-    jobs = torchx_jobs({"slurm://t/1": ["RUNNING"]}, tmp_path, timeout_minutes=0.001)
-    ended = jobs.follow(JOB, "slurm://t/1")
-    assert not ended.succeeded and "cancelled after 0.001 minutes" in ended.message
-    assert jobs.runner.cancelled == ["slurm://t/1"]
-
-
-def test_a_cluster_job_of_an_earlier_pipeline_is_waited_for(tmp_path):
-    jobs = torchx_jobs({"slurm://t/1": ["RUNNING", "RUNNING", "FAILED"]}, tmp_path, timeout_minutes=0.01)
-    assert jobs.wait_for_earlier(JOB, "slurm://t/1")
-    assert not jobs.wait_for_earlier(JOB, "slurm://t/1") and not jobs.wait_for_earlier(JOB, "slurm://t/9")
-    stuck = torchx_jobs({"slurm://t/1": ["RUNNING"]}, tmp_path, timeout_minutes=0.001)
-    with pytest.raises(DailyError, match="still runs after"):
-        stuck.wait_for_earlier(JOB, "slurm://t/1")
-
-
-def test_a_local_job_of_an_earlier_pipeline_is_found_by_its_mark_and_its_lock(tmp_path):
-    jobs = torchx_jobs({}, tmp_path, timeout_minutes=0.5)
-    code = "import sys; print(flush=True); sys.stdin.read()"
-    environment = {**os.environ, daily_jobs.MARK: jobs.mark(JOB)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()
-        assert daily_jobs.marked_processes(jobs.mark(JOB)) == [process.pid]
-        assert daily_jobs.marked_processes(jobs.mark(JOB)[:-1]) == []
-        threading.Timer(0.2, process.stdin.close).start()
-        assert jobs.wait_for_earlier(JOB, None)
-    assert not jobs.wait_for_earlier(JOB, "local_cwd://torchx/train-0-abc")
-    lock = tmp_path / ".lock"
-    with daily_state.locked(lock, "the run"):
-        assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == f"{lock} is locked"
-    assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == ""
