@@ -20,7 +20,7 @@ from fuxi_torchrec.ops import parallel, recurrent
 from fuxi_torchrec.ops.positional import positional
 from fuxi_torchrec.ops.precision import at_least_float32
 from fuxi_torchrec.ops.retention import retention
-from fuxi_torchrec.ops.temporal import temporal
+from fuxi_torchrec.ops.temporal import STATE_DTYPE, temporal
 
 Form = Literal["chunkwise", "parallel", "recurrent"]
 
@@ -155,7 +155,7 @@ class TemporalChannel(Channel):
         shared: the channel whose decays to use; its own if None.
     """
 
-    state_dtype = torch.float64  # in float32, thousands of one-event updates would drift
+    state_dtype = STATE_DTYPE
     decay: Tensor | None
 
     def __init__(self, config: FuXiLinearConfig, shared: "TemporalChannel | None" = None) -> None:
@@ -212,6 +212,8 @@ class TemporalChannel(Channel):
             y, final = temporal(v, log_decay, gain, skip, sequences.temporal_chunks, state, with_state)
             return y.flatten(-2), final
         v = at_least_float32(v)
+        if state is None:
+            state = v.new_zeros(len(sequences.offsets) - 1, *self.state_shape, dtype=self.state_dtype)
         (key, query), (clock, next_clock) = sequences.phases, sequences.clocks
         heads = (query, key.repeat(1, 2, 1), v, log_decay.repeat(2))
         y, final = _GENERAL[form](*heads, clock, next_clock, next_clock, sequences.offsets, state)

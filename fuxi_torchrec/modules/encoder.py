@@ -271,9 +271,7 @@ class FuXiLinearEncoder(nn.Module):
                     for name, whole in blocks[layer].items():
                         whole[users] = after[name]
                 elif tile.cut:
-                    carried.append(
-                        {name: _last(s, self.layers[0].channels[name].state_dtype) for name, s in after.items()}
-                    )
+                    carried.append({name: s[-1:] for name, s in after.items()})
             outputs.append(x)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -299,11 +297,6 @@ class FuXiLinearEncoder(nn.Module):
 def _extended(first: Tensor, users: int) -> Tensor:
     """The first user's state, and zero for the others."""
     return torch.cat((first, first.new_zeros(users - 1, *first.shape[1:])))
-
-
-def _last(state_BX: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The last user's state, in the precision in which it is carried."""
-    return state_BX[-1:].to(dtype or state_BX.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -105,19 +105,24 @@ class Chunks:
 
 
 def scan(
-    update_NX: Tensor, decay_NX: Tensor | None, chunks: Chunks, initial_BX: Tensor | None, with_final: bool
+    update_NX: Tensor,
+    decay_NX: Tensor | None,
+    chunks: Chunks,
+    initial_BX: Tensor | None,
+    with_final: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The state before each chunk, and after each user's last if wanted: ``S_{n+1} = decay_n S_n + update_n``.
 
     Without an initial state nothing stands before a user's first chunk: the states are then those of the chunks from
     :meth:`Chunks.fresh` on, and nothing is kept, or multiplied, for histories of a single chunk.
 
-    ``decay_NX`` broadcasts against the update; None means 1. The state has the initial state's precision, else the
-    update's. Not differentiable by itself: see :func:`scan_backward`.
+    ``decay_NX`` broadcasts against the update; None means 1. The state is of the given precision, else the initial
+    state's, else the update's. Not differentiable by itself: see :func:`scan_backward`.
     """
-    dtype = update_NX.dtype if initial_BX is None else initial_BX.dtype
+    dtype = dtype or (update_NX if initial_BX is None else initial_BX).dtype
     inner = update_NX.shape[1:]
-    update_NX = update_NX.to(dtype)
+    update_NX, initial_BX = update_NX.to(dtype), None if initial_BX is None else initial_BX.to(dtype)
     fresh = chunks.fresh(initial_BX is not None)
     before_AX = torch.empty(chunks.count - fresh, *inner, dtype=dtype, device=update_NX.device)
     final_BX = None

@@ -15,6 +15,10 @@ from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
 from fuxi_torchrec.ops.decay import LOWEST_EXPONENT, powers
 from fuxi_torchrec.ops.precision import apply, exactly
 
+# Of the state and the decays between chunks or events. With even gaps every step multiplies by the same factor: in
+# float32 its rounding would add up over thousands of steps.
+STATE_DTYPE = torch.float64
+
 
 def phase_vectors(times: Tensor, periods_H: Tensor, dtype: torch.dtype) -> Tensor:
     """(cos φ_k(t), sin φ_k(t)) of int64 times, shape (*times.shape, H, 2); the modulus is taken in int64."""
@@ -76,7 +80,7 @@ def temporal(
 ) -> tuple[Tensor, Tensor | None]:
     """``y_i = gain · Σ_{j≤i} r^{c_{i+1} − c_j} sin|cos(φ(t_{i+1}) − φ(t_j)) v_j + skip · v_i``; and the state after.
 
-    Values, gains and skips are those of the 2H sub-heads: H sin heads, then H cos heads.
+    Values, gains and skips are those of the 2H sub-heads: H sin heads, then H cos heads. The state is float64.
     """
     y_TGV, final_BGKV = apply(_Temporal, v_TGV, log_decay_H, gain_G, skip_G, initial_BGKV, times, with_state)
     return y_TGV, final_BGKV
@@ -93,7 +97,7 @@ class _Decays:
 
     @staticmethod
     def across(log_decay_H: Tensor, times: ChunkTimes, dtype: torch.dtype) -> Tensor:
-        """From chunk to chunk, in the state's precision: (N, 2H, 1, 1)."""
+        """From chunk to chunk: (N, 2H, 1, 1)."""
         return powers(log_decay_H.to(dtype), times.across_N).T.repeat(1, 2)[..., None, None]
 
 
@@ -115,9 +119,8 @@ class _Temporal(torch.autograd.Function):
         v_NGCV = chunks.cut(v_TGV)
         key_NHCK = times.key_NHCK * decays.key_NHC1
         update = key_NHCK.mT.unsqueeze(1) @ v_NGCV.unflatten(1, (2, scales))
-        state_dtype = v_TGV.dtype if initial_BGKV is None else initial_BGKV.dtype
-        across = _Decays.across(log_decay_H, times, state_dtype)
-        S_AGKV, final_BGKV = scan(update.flatten(1, 2), across, chunks, initial_BGKV, with_state)
+        across = _Decays.across(log_decay_H, times, STATE_DTYPE)
+        S_AGKV, final_BGKV = scan(update.flatten(1, 2), across, chunks, initial_BGKV, with_state, STATE_DTYPE)
         S_AGKV, fresh = S_AGKV.to(v_TGV.dtype), chunks.count - len(S_AGKV)
 
         map_NGCC = (times.phase_N2HCC * decays.inside_NHCC[:, None]).flatten(1, 2)

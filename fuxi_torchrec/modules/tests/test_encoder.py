@@ -189,6 +189,27 @@ def test_float32_stays_close_to_float64(scale):
     torch.testing.assert_close(single.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
 
 
+@pytest.mark.parametrize("form", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize("gap", [60, 100])
+def test_even_gaps_do_not_drift_in_float32(form, gap):
+    """Every step multiplies by the same rounded factor: in a float32 state that error would grow with the steps."""
+    events = 12_000
+    encoder = make_encoder(temporal_periods=(3_600, 2_592_000), temporal_chunk=16)
+    channel = encoder.layers[0].temporal
+    with torch.no_grad():
+        channel.decay.fill_(8.0)
+    times = 1_700_000_000 + gap * torch.arange(events + 1)
+    rows = make_batch([events]).x + 0.3
+
+    def run(rows, form):
+        sequences = Sequences(encoder.config, [0, events], times[:-1], times[-1:], rows.dtype)
+        with torch.no_grad():
+            return channel.to(rows.dtype)(rows, sequences, form)[0].double()
+
+    exact = run(rows, "chunkwise")
+    torch.testing.assert_close(run(rows.float(), form), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+
+
 def count(config):
     encoder = FuXiLinearEncoder(config)
     tables = {"positions", *(name for name, _ in encoder.named_parameters() if name.endswith("positional.kernel"))}
