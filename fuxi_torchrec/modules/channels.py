@@ -17,10 +17,10 @@ from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.norms import rms_norm
 from fuxi_torchrec.modules.sequences import Sequences
 from fuxi_torchrec.ops import parallel, recurrent
-from fuxi_torchrec.ops.positional import positional
+from fuxi_torchrec.ops.positional import positional, positional_state
 from fuxi_torchrec.ops.precision import at_least_float32
-from fuxi_torchrec.ops.retention import retention
-from fuxi_torchrec.ops.temporal import STATE_DTYPE, temporal
+from fuxi_torchrec.ops.retention import retention, retention_state
+from fuxi_torchrec.ops.temporal import STATE_DTYPE, temporal, temporal_state
 
 Form = Literal["chunkwise", "parallel", "recurrent"]
 
@@ -67,6 +67,10 @@ class Channel(nn.Module):
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """All events of all users, and the state after each user's last if wanted."""
+
+    @abstractmethod
+    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+        """The state after each user's last event, where nobody asks for outputs; chunkwise, without gradients."""
 
     @abstractmethod
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
@@ -123,6 +127,11 @@ class RetentionChannel(Channel):
         q, k, v = (at_least_float32(x) for x in (q_THK, k_THK, v_THK))
         clock = torch.arange(len(q), device=q.device)
         return _GENERAL[form](q, k, v, log_decay, clock, clock + self.lag, clock + 1, sequences.offsets, state)
+
+    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+        """See :class:`Channel`."""
+        _, k, v = self._heads(rows)
+        return retention_state(k, v, self.log_decay(), sequences.retention_chunks, state)
 
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
@@ -219,6 +228,10 @@ class TemporalChannel(Channel):
         y, final = _GENERAL[form](*heads, clock, next_clock, next_clock, sequences.offsets, state)
         return _mix(y, v, gain[:, None], skip[:, None]).flatten(-2), final
 
+    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+        """See :class:`Channel`."""
+        return temporal_state(self._heads(rows), self.log_decay(), sequences.temporal_chunks, state)
+
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         v, log_decay = self._heads(rows), self.log_decay()
@@ -274,6 +287,10 @@ class PositionalChannel(Channel):
         heads = (kernel, kernel, v.unsqueeze(1), v.new_zeros(1))
         y, final = _GENERAL[form](*heads, still, still, still, sequences.offsets, before)
         return _mix(y.squeeze(1), v, gain, skip), final.squeeze(1)
+
+    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+        """See :class:`Channel`."""
+        return positional_state(rows, at_least_float32(self.kernel), *sequences.positional_chunks, state)
 
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""

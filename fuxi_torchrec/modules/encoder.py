@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +16,7 @@ from fuxi_torchrec.modules.channels import Channel, Form, Step
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.sequences import Sequences, temporal_vectors
 from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.modules.tiles import part, tiles
+from fuxi_torchrec.modules.tiles import Tile, part, tiles
 
 # So many numbers, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
 # and are used again; larger ones would be fetched from the system, page by page, every time.
@@ -112,7 +112,7 @@ class FuXiLinearEncoder(nn.Module):
         sequences = Sequences(self.config, bounds, timestamps, request_timestamps, _wide(x.dtype))
         rows = self._embed(x, sequences.position_T)
         if form == "chunkwise":
-            return self._tiled(rows, sequences, None)
+            return self._tiled(rows, sequences)
         for block in self.layers:
             rows, _ = self._run(block, rows, sequences, form)
         return rows
@@ -236,7 +236,7 @@ class FuXiLinearEncoder(nn.Module):
             times = torch.cat((state.pending_time, time_T))[source_X]
             start_B = (state.count - 1).clamp(min=0)
             sequences = Sequences(self.config, commit_at.tolist(), times, time_T[last_B], rows.dtype, start_B)
-            self._tiled(torch.cat((state.pending, rows))[source_X], sequences, blocks)
+            self._commit(torch.cat((state.pending, rows))[source_X], sequences, blocks)
         touched = new_B > 0
         return replace(
             state,
@@ -246,34 +246,38 @@ class FuXiLinearEncoder(nn.Module):
             memory=tuple(blocks),
         )
 
-    def _tiled(self, rows: Tensor, sequences: Sequences, blocks: list[BlockState] | None) -> Tensor:
-        """All blocks over one tile of rows after another; a user cut by a tile's edge goes on from its state.
-
-        Args:
-            rows: (T, D) as they enter the first block.
-            sequences: of the whole batch.
-            blocks: states of all users, replaced in place by those after their last rows; None if nobody wants them.
-        """
-        outputs, carried = [], list[BlockState]()
+    def _tiles(self, rows: Tensor, sequences: Sequences) -> Iterator[tuple[Tile, Sequences, Tensor]]:
+        """Tiles of a batch: where they lie, what they cover, and their rows."""
         numbers = TILE_NUMBERS.get(rows.device.type, TILE_NUMBERS_ELSEWHERE)
         for tile in tiles(sequences.offsets, max(1, numbers // self.config.dim)):
-            covered, before, carried = part(sequences, tile), carried, []
-            users = slice(tile.first_user, tile.end_user)
-            x = rows[tile.first_row : tile.end_row]
+            yield tile, part(sequences, tile), rows[tile.first_row : tile.end_row]
+
+    def _tiled(self, rows: Tensor, sequences: Sequences) -> Tensor:
+        """All blocks over one tile of rows after another; a user cut by a tile's edge goes on from its state."""
+        outputs, carried = [], list[BlockState]()
+        for tile, covered, x in self._tiles(rows, sequences):
+            before, carried = carried, []
             for layer, block in enumerate(self.layers):
                 state = None
-                if blocks is not None:
-                    state = {name: whole[users] for name, whole in blocks[layer].items()}
-                elif tile.goes_on:
+                if tile.goes_on:
                     state = {name: _extended(s, len(tile.offsets) - 1) for name, s in before[layer].items()}
-                x, after = self._run(block, x, covered, "chunkwise", state, blocks is not None or tile.cut)
-                if blocks is not None:
-                    for name, whole in blocks[layer].items():
-                        whole[users] = after[name]
-                elif tile.cut:
-                    carried.append({name: s[-1:] for name, s in after.items()})
+                x, after = self._run(block, x, covered, "chunkwise", state, tile.cut)
+                carried.append({name: s[-1:] for name, s in after.items()})
             outputs.append(x)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _commit(self, rows: Tensor, sequences: Sequences, blocks: list[BlockState]) -> None:
+        """The same without outputs: the states of all users are replaced by those after their last rows."""
+        for tile, covered, x in self._tiles(rows, sequences):
+            users = slice(tile.first_user, tile.end_user)
+            for block, whole in zip(self.layers, blocks, strict=True):
+                state = {name: s[users] for name, s in whole.items()}
+                if whole is not blocks[-1]:
+                    x, state = block(x, covered, "chunkwise", state, True)
+                else:  # nobody asks for the last block's output
+                    state = block.remember(x, covered, state)
+                for name, s in state.items():
+                    whole[name][users] = s
 
     def _run(
         self,

@@ -6,6 +6,7 @@ of those who have a chunk n, and one step of the scan works on two contiguous sl
 """
 
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -147,6 +148,13 @@ def scan(
             end = torch.empty(here - going_on, *inner, dtype=dtype, device=update_NX.device)
             final_BX[chunks.order_B[going_on:here]] = step(first + going_on, first + here, end)
     return before_AX, final_BX
+
+
+def last_state(
+    update_NX: Tensor, decay_NX: Tensor | None, chunks: Chunks, initial_BX: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The state after each user's last chunk alone; see :func:`scan`."""
+    return cast(Tensor, scan(update_NX, decay_NX, chunks, initial_BX, True, dtype)[1])
 
 
 def scan_backward(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
-from fuxi_torchrec.ops.precision import apply, exactly
+from fuxi_torchrec.ops.chunks import Chunks, last_state, scan, scan_backward
+from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, without_autocast
 
 
 class ChunkPositions:
@@ -55,6 +55,16 @@ def positional(
     """``y_i = gain · Σ_{j≤i} (κ_i·κ_j) v_j + skip · v_i``, κ_i the table's row; and the state after the last event."""
     y_TD, final_BKD = apply(_Positional, v_TD, table_RK, gain, skip, initial_BKD, chunks, positions, with_state)
     return y_TD, final_BKD
+
+
+@without_autocast
+def positional_state(
+    v_TD: Tensor, table_RK: Tensor, chunks: Chunks, positions: ChunkPositions, initial_BKD: Tensor
+) -> Tensor:
+    """The state after each user's last event, where nobody asks for outputs. Not differentiable."""
+    v_NCD = chunks.cut(at_least_float32(v_TD).unsqueeze(1)).squeeze(1)
+    kernel_NCK = positions.spread(table_RK[positions.row_MC])
+    return last_state(kernel_NCK.mT @ v_NCD, None, chunks, initial_BKD)
 
 
 def _maps(table_RK: Tensor, positions: ChunkPositions) -> tuple[Tensor, Tensor]:

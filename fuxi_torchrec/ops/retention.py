@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
+from fuxi_torchrec.ops.chunks import Chunks, last_state, scan, scan_backward
 from fuxi_torchrec.ops.decay import powers
-from fuxi_torchrec.ops.precision import apply, exactly
+from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, without_autocast
 
 
 def retention(
@@ -28,6 +28,14 @@ def retention(
     """``y_i = Σ_{j≤i} λ^{i−j+lag} (q_i·k_j) v_j``, and the state after each user's last event."""
     y_THV, final_BHKV = apply(_Retention, q_THK, k_THK, v_THV, log_decay_H, initial_BHKV, chunks, lag, with_state)
     return y_THV, final_BHKV
+
+
+@without_autocast
+def retention_state(k_THK: Tensor, v_THV: Tensor, log_decay_H: Tensor, chunks: Chunks, initial_BHKV: Tensor) -> Tensor:
+    """The state after each user's last event, where nobody asks for outputs. Not differentiable."""
+    decays = _Decays(log_decay_H, chunks, lag=0)
+    k_NHCK, v_NHCV = (chunks.cut(at_least_float32(x)) for x in (k_THK, v_THV))
+    return last_state((k_NHCK * decays.key_NHC1).mT @ v_NHCV, decays.chunk_NH11, chunks, initial_BHKV)
 
 
 class _Decays:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
+from fuxi_torchrec.ops.chunks import Chunks, last_state, scan, scan_backward
 from fuxi_torchrec.ops.decay import LOWEST_EXPONENT, powers
-from fuxi_torchrec.ops.precision import apply, exactly
+from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, without_autocast
 
 # Of the state and the decays between chunks or events. With even gaps every step multiplies by the same factor: in
 # float32 its rounding would add up over thousands of steps.
@@ -86,6 +86,20 @@ def temporal(
     return y_TGV, final_BGKV
 
 
+@without_autocast
+def temporal_state(v_TGV: Tensor, log_decay_H: Tensor, times: ChunkTimes, initial_BGKV: Tensor) -> Tensor:
+    """The state after each user's last event, where nobody asks for outputs. Not differentiable."""
+    v_NGCV = times.chunks.cut(at_least_float32(v_TGV))
+    key_NHCK = times.key_NHCK * _Decays.to_next(log_decay_H, times)
+    across = _Decays.across(log_decay_H, times, STATE_DTYPE)
+    return last_state(_updates(key_NHCK, v_NGCV), across, times.chunks, initial_BGKV, STATE_DTYPE)
+
+
+def _updates(key_NHCK: Tensor, v_NGCV: Tensor) -> Tensor:
+    """What each chunk adds to the state: ``kᵀv``, the sin and cos heads of a scale sharing their keys."""
+    return (key_NHCK.mT.unsqueeze(1) @ v_NGCV.unflatten(1, (2, -1))).flatten(1, 2)
+
+
 class _Decays:
     """The powers of r inside chunks, the sin and cos heads of a scale sharing them."""
 
@@ -93,7 +107,12 @@ class _Decays:
         exponent = log_decay_H[:, None, None] * times.between_NCC[:, None]
         self.inside_NHCC = exponent.clamp_(min=LOWEST_EXPONENT).exp_()
         self.query_N1HC1 = powers(log_decay_H, times.to_query_NC).transpose(0, 1)[:, None, :, :, None]
-        self.key_NHC1 = powers(log_decay_H, times.to_next_NC).transpose(0, 1)[..., None]
+        self.key_NHC1 = self.to_next(log_decay_H, times)
+
+    @staticmethod
+    def to_next(log_decay_H: Tensor, times: ChunkTimes) -> Tensor:
+        """From each event to the end of its chunk: (N, H, C, 1)."""
+        return powers(log_decay_H, times.to_next_NC).transpose(0, 1)[..., None]
 
     @staticmethod
     def across(log_decay_H: Tensor, times: ChunkTimes, dtype: torch.dtype) -> Tensor:
@@ -118,9 +137,9 @@ class _Temporal(torch.autograd.Function):
         decays = _Decays(log_decay_H, times)
         v_NGCV = chunks.cut(v_TGV)
         key_NHCK = times.key_NHCK * decays.key_NHC1
-        update = key_NHCK.mT.unsqueeze(1) @ v_NGCV.unflatten(1, (2, scales))
+        update_NGKV = _updates(key_NHCK, v_NGCV)
         across = _Decays.across(log_decay_H, times, STATE_DTYPE)
-        S_AGKV, final_BGKV = scan(update.flatten(1, 2), across, chunks, initial_BGKV, with_state, STATE_DTYPE)
+        S_AGKV, final_BGKV = scan(update_NGKV, across, chunks, initial_BGKV, with_state, STATE_DTYPE)
         S_AGKV, fresh = S_AGKV.to(v_TGV.dtype), chunks.count - len(S_AGKV)
 
         map_NGCC = (times.phase_N2HCC * decays.inside_NHCC[:, None]).flatten(1, 2)

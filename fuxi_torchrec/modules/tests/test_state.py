@@ -61,6 +61,13 @@ def test_append_then_query_equals_forward_however_events_are_cut(preset, lengths
     torch.testing.assert_close(found, last_rows(encoder, batch), rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("cuts", [[], [1, 1, 1]])
+def test_append_never_computes_the_last_blocks_output(cuts, monkeypatch):
+    encoder, batch = make_encoder(), make_batch([9, 4])
+    monkeypatch.setattr(encoder.layers[-1], "merge", lambda *_: pytest.fail("the output is thrown away"))
+    assert append_in_cuts(encoder, batch, cuts).count.tolist() == [9, 4]
+
+
 def test_the_state_is_not_changed_by_query_or_append():
     encoder, batch = make_encoder(), make_batch([5, 0, 9])
     state = append_in_cuts(encoder, batch, [2])
