@@ -96,15 +96,14 @@ class FuXiLinearEncoder(nn.Module):
             timestamps: (T,) int64, in the unit of ``temporal_periods``.
             request_timestamps: (B,) int64; before the user's last event nothing decays, the phase is its own.
             form: how to compute; the result is the same.
-            validate: check values too (finite rows, monotone offsets); by default on the CPU only.
+            validate: check values too (finite rows, monotone offsets, possible times); by default on the CPU only.
 
         Returns:
             (T, D); a user without events has no row.
         """
         if form not in ("chunkwise", "parallel", "recurrent"):
             raise ValueError(f"form must be 'chunkwise', 'parallel' or 'recurrent', not {form!r}")
-        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate)
-        checks.times("request_timestamps", request_timestamps, len(bounds) - 1, x.device)
+        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, request_timestamps)
         if not len(x):
             # connected to every parameter: a process without events still takes part in the gradients' reduction
             wide = x.to(torch.promote_types(x.dtype, self.positions.dtype))  # as with events, also under autocast
@@ -160,10 +159,16 @@ class FuXiLinearEncoder(nn.Module):
         return state.put(users, self._append_one(state.select(users), rows, timestamps))
 
     @torch.no_grad()
-    def query(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
-        """Each user at a time: (B, D), zero for users without events. The state is unchanged."""
+    def query(self, state: EncoderState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
+        """Each user at a time: (B, D), zero for users without events. The state is unchanged.
+
+        Args:
+            state: of B users.
+            request_timestamps: (B,) int64.
+            validate: check values too; by default on the CPU only.
+        """
         self._check_serving(state)
-        checks.times("request_timestamps", request_timestamps, len(state), self.positions.device)
+        checks.requests(request_timestamps, len(state), self.positions.device, validate)
         return self._query(state, request_timestamps)
 
     # --- inside ------------------------------------------------------------------------------------------------------
