@@ -100,7 +100,9 @@ class RetentionChannel(Channel):
 
     def log_decay(self) -> Tensor:
         """log λ_a = −exp(−Σ_{b≤a} softplus(w_b))."""
-        return -torch.exp(-F.softplus(at_least_float32(self.decay)).cumsum(0))
+        softplus = F.softplus(at_least_float32(self.decay))
+        # not cumsum, which has no deterministic kernel for floats on GPUs
+        return -torch.exp(-(softplus.new_ones(self.heads, self.heads).tril() * softplus).sum(1))
 
     def forward(
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False

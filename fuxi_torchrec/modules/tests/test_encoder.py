@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuxi_torchrec import FuXiLinearConfig, FuXiLinearEncoder, geometric_periods
 from fuxi_torchrec.modules import encoder as encoder_module
@@ -208,6 +209,21 @@ def test_even_gaps_do_not_drift_in_float32(form, gap):
 
     exact = run(rows, "chunkwise")
     torch.testing.assert_close(run(rows.float(), form), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+
+
+class NoFloatCumsum(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten.cumsum.default or not args[0].is_floating_point(), "not deterministic on CUDA"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_nothing_is_used_that_deterministic_mode_refuses_on_gpus(preset):
+    encoder, batch = make_encoder(preset=preset), make_batch([5, 0, 9])
+    with NoFloatCumsum():
+        encoder(*batch.inputs, validate=False).sum().backward()
+        state = encoder.append(encoder.init_state(3), *batch.inputs[:3], validate=False)
+        encoder.query(state, batch.request)
 
 
 def count(config):
