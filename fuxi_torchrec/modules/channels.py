@@ -236,7 +236,7 @@ class TemporalChannel(Channel):
 
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
-        v, log_decay = self._heads(rows), self.log_decay()
+        v, log_decay = at_least_float32(self._heads(rows)), self.log_decay()
         gain, skip = self.gain_and_skip(log_decay)
         y = recurrent.read(step.query_BGK, step.key_BHK.repeat(1, 2, 1), v, log_decay.repeat(2), step.ticks_B, state)
         return _mix(y, v, gain[:, None], skip[:, None]).flatten(-2)
@@ -296,10 +296,10 @@ class PositionalChannel(Channel):
 
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
-        kernel = at_least_float32(self.kernel)[step.position_B].unsqueeze(1)
-        heads = (kernel, kernel, rows.unsqueeze(1), rows.new_zeros(1))
+        kernel, v = at_least_float32(self.kernel)[step.position_B].unsqueeze(1), at_least_float32(rows)
+        heads = (kernel, kernel, v.unsqueeze(1), v.new_zeros(1))
         y = recurrent.read(*heads, torch.zeros_like(step.ticks_B), state.unsqueeze(1)).squeeze(1)
-        return _mix(y, rows, *self.gain_and_skip())
+        return _mix(y, v, *self.gain_and_skip())
 
     def write(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""

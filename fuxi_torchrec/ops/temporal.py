@@ -46,6 +46,7 @@ class ChunkTimes:
         next_clock_T: int64, the clock at the user's next event, or at the request.
     """
 
+    @without_autocast
     def __init__(
         self, chunks: Chunks, key_THK: Tensor, query_TGK: Tensor, key_clock_T: Tensor, next_clock_T: Tensor
     ) -> None:

@@ -287,6 +287,7 @@ def test_times_decays_and_states_stay_float32_under_autocast():
     """In a process of its own: without the variable, bf16 products kill it on CPUs that promise more than they have."""
     code = """
 import torch
+from fuxi_torchrec.modules.sequences import Sequences
 from fuxi_torchrec.modules.tests.batches import make_batch, make_encoder
 encoder = make_encoder(torch.float32, retention_chunk=64, positional_chunk=64, temporal_chunk=16)
 batch = make_batch([50, 3], dtype=torch.float32, start=1_700_000_000)
@@ -304,12 +305,26 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     x, times = batch.x.detach(), batch.timestamps
     state = encoder.append(encoder.init_state(2), x, batch.offsets, times)
     state = encoder.append(state, x[:2], torch.tensor([0, 1, 2]), times[-2:] + 10**6)
-    encoder.query(state, batch.request)
+    found = encoder.query(state, batch.request)
+    # from the same columns a channel reads one event as it reads many
+    step = encoder._step(state, batch.request)
+    one = (encoder.config, [0, 1, 2], state.pending_time, batch.request, torch.float32, step.position_B)
+    for block, memory in zip(encoder.layers, state.memory):
+        for name, channel in block.channels.items():
+            rows = torch.randn(2, channel.columns).bfloat16()
+            many, _ = channel(rows, Sequences(*one), "chunkwise", memory[name], True)
+            torch.testing.assert_close(channel.read(rows, step, memory[name]), many, rtol=1e-4, atol=1e-4)
+    whole = [torch.cat((x[:50], x[:1], x[50:], x[1:2])), torch.tensor([0, 51, 55])]
+    later = times[-2:] + 10**6
+    whole += [torch.cat((times[:50], later[:1], times[50:], later[1:])), batch.request]
+    wanted = encoder(*whole)[[50, 54]]
 assert set(states) == {torch.float32}, states
 assert {x.dtype for block in state.memory for x in block.values()} == {torch.float32, torch.float64}
 assert torch.isfinite(batch.x.grad).all()
 error = float((y.float() - exact).norm() / exact.norm())
 assert error < 0.02, error
+error = float((found - wanted).norm() / wanted.norm())
+assert error < 5e-3, error
 """
     environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=110)
