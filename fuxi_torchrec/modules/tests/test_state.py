@@ -127,6 +127,14 @@ def test_states_survive_bytes_and_dicts(dtype, changes):
     assert torch.equal(encoder.query(some, batch.request[[2]]), encoder.query(state.select([2]), batch.request[[2]]))
 
 
+def test_states_come_back_on_the_encoders_device():
+    encoder, batch = make_encoder(), make_batch([5, 0, 9])
+    state = append_in_cuts(encoder, batch, [3])
+    like = encoder.to("meta").init_state(0)
+    for back in (EncoderState.from_bytes(state.to_bytes(), like), EncoderState.from_dict(state.to_dict(), like)):
+        assert {x.device.type for x in back._tensors()} == {"meta"}
+
+
 def test_the_record_has_the_size_that_was_promised():
     """d = 128, four blocks: 132 KiB of memory, whatever the history's length."""
     encoder = make_encoder(
