@@ -205,7 +205,8 @@ class TemporalChannel(Channel):
         if self.decay is None:
             return self._shared[0].log_decay()
         raw = at_least_float32(self.decay)
-        return torch.tensor(self.theta, dtype=raw.dtype, device=raw.device) * F.logsigmoid(raw)
+        theta = torch.tensor(self.theta, dtype=raw.dtype, device="cpu").to(raw.device, non_blocking=True)
+        return theta * F.logsigmoid(raw)
 
     def gain_and_skip(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """α and β of the sub-heads; 1 and 0 without mixing."""

@@ -63,7 +63,7 @@ class Chunks:
     def row_NC(self) -> Tensor:
         """The packed row of each chunk slot; padding points at the chunk's own first row."""
         slot_C = torch.arange(self.size, device=self.device)
-        begin_N1 = (self.starts_B.to(self.device)[self.user_N] + self.begin_N)[:, None]
+        begin_N1 = (self.starts_B.to(self.device, non_blocking=True)[self.user_N] + self.begin_N)[:, None]
         return begin_N1 + torch.where(self.filled_NC, slot_C, 0)
 
     @cached_property
