@@ -143,6 +143,8 @@ def test_float32_stays_close_to_float64_with_gaps_of_decades(channel, scale):
     lengths, gaps = [37, 1, 130], [0, 0, 1, 5, 3_600, 86_400, 2_592_000, 30 * 31_536_000, -3_600]
     wanted = outcome(Case(lengths, gaps, 5, torch.float64, scale), channel, parallel)
     found = outcome(Case(lengths, gaps, 5, torch.float32, scale), channel, "chunkwise")
+    if channel == "temporal":  # a short period's gradient by log r is lost beside a long one's: in units of 1/period
+        found[3], wanted[3] = found[3] / PERIODS, wanted[3] / PERIODS
     assert_same([x.double() for x in found], wanted, 2e-5)
 
 
