@@ -5,7 +5,7 @@ parallel and the recurrent form put the channel in the terms of the general defi
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -45,7 +45,7 @@ class Step(NamedTuple):
     query_BGK: Tensor
 
 
-class Channel(nn.Module):
+class Channel(nn.Module, ABC):
     """What the channels have in common.
 
     Attributes:
