@@ -19,7 +19,10 @@ from fuxi_torchrec.ops.temporal import ChunkTimes, phase_vectors, query_vectors
 def temporal_vectors(
     config: FuXiLinearConfig, time: Tensor, next_time: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow."""
+    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow; empty if nobody uses them."""
+    if not config.use_temporal:
+        nothing = torch.empty(*time.shape, 0, 2, dtype=dtype, device=time.device)
+        return nothing, nothing
     if not config.temporal_phases:
         key = torch.full((*time.shape, config.num_scales, 2), 0.5**0.5, dtype=dtype, device=time.device)
         return key, key.repeat(1, 2, 1)

@@ -28,6 +28,10 @@ BASE = {"dim": 16, "num_layers": 1, "num_heads": 2, "max_positions": 8, "tempora
             "temporal_periods must be positive integers below 2^62, not 9223372036854775808",
         ),
         ({"temporal_periods": 5}, "temporal_periods must be a sequence of integers, not 5"),
+        (
+            {"temporal_periods": (60, 0), "use_temporal": False},
+            "temporal_periods must be positive integers below 2^62, not 0",
+        ),
         ({"dropout": "a"}, "dropout must be at least 0 and below 1, not 'a'"),
         ({"kernel_dim": 5}, "kernel_dim = 5 must be even"),
         ({"ffn_dim": -1}, "ffn_dim must be a positive integer, not -1"),

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuxi_torchrec import FuXiLinearConfig, FuXiLinearEncoder, geometric_periods
 from fuxi_torchrec.modules import encoder as encoder_module
+from fuxi_torchrec.modules import sequences as sequences_module
+from fuxi_torchrec.modules.channels import Channel
 from fuxi_torchrec.modules.sequences import Sequences
 from fuxi_torchrec.modules.tests.batches import CHUNK, make_batch, make_encoder
 
@@ -64,6 +66,19 @@ def test_ablations_agree_in_all_forms_and_in_serving(preset, ablation):
     state = encoder.append(encoder.init_state(4), batch.x, batch.offsets, batch.timestamps)
     last = wanted[0][batch.offsets[[1, 3, 4]] - 1]
     torch.testing.assert_close(encoder.query(state, batch.request)[[0, 2, 3]], last, rtol=0, atol=1e-10)
+
+
+def test_periods_of_a_temporal_channel_that_is_off_cost_nothing(monkeypatch):
+    encoder, batch = make_encoder(use_temporal=False, temporal_periods=(7, 60, 3600)), make_batch([6, 0, 1])
+    monkeypatch.setattr(sequences_module, "phase_vectors", lambda *_: pytest.fail("nobody asks for phases"))
+    y = encoder(*batch.inputs)
+    state = encoder.append(encoder.init_state(3), *batch.inputs[:3])
+    torch.testing.assert_close(encoder.query(state, batch.request)[[0, 2]], y[[5, 6]], rtol=0, atol=1e-12)
+
+
+def test_a_channel_without_all_methods_cannot_be_made():
+    with pytest.raises(TypeError, match="abstract"):
+        Channel()
 
 
 def test_without_phases_the_temporal_channel_only_decays():
