@@ -28,6 +28,7 @@ def batch(
         raise ValueError(f"the encoder is {like.dtype}: keep it in float32 or float64 and use autocast for less")
     if x.dtype != like.dtype and not (torch.is_autocast_enabled(x.device.type) and x.dtype.itemsize <= 4):
         raise ValueError(f"x is {x.dtype}, the encoder is {like.dtype}: convert one of them")
+    precision(like.device)
     if x.device != like.device:
         raise ValueError(f"x is on {x.device}, the encoder on {like.device}")
     _times("timestamps", timestamps, len(x), x.device)
@@ -44,6 +45,12 @@ def batch(
     if wanted:
         _passing(timestamps, bounds, request_timestamps)
     return bounds
+
+
+def precision(device: torch.device) -> None:
+    """Refuse a device without float64, which phases and the temporal state need."""
+    if device.type == "mps":
+        raise ValueError("the encoder is on mps, which has no float64: phases and the temporal state need it; use cpu")
 
 
 def requests(values: Tensor, users: int, device: torch.device, validate: bool | None) -> None:

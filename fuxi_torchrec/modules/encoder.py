@@ -121,6 +121,7 @@ class FuXiLinearEncoder(nn.Module):
         if batch_size < 0:
             raise ValueError(f"batch_size must not be negative, but is {batch_size}")
         like = self.positions.detach()
+        checks.precision(like.device)
 
         def zeros(channel: Channel) -> Tensor:
             return like.new_zeros(batch_size, *channel.state_shape, dtype=channel.state_dtype or like.dtype)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from fuxi_torchrec import FuXiLinearConfig, FuXiLinearEncoder
+from fuxi_torchrec.modules import checks
 from fuxi_torchrec.modules.tests.batches import make_batch, make_encoder
 from fuxi_torchrec.modules.tests.reference import GOLDENS
 
@@ -151,6 +152,11 @@ def test_request_times_are_not_looked_at_when_validation_is_off_or_a_program_is_
 
     program = torch.export.export(Query(), (batch.request,), strict=False)
     torch.testing.assert_close(program.module()(batch.request), encoder.query(state, batch.request))
+
+
+def test_devices_without_float64():
+    with pytest.raises(ValueError, match="the encoder is on mps, which has no float64"):
+        checks.precision(torch.device("mps"))
 
 
 def test_forms_users_and_modes():
