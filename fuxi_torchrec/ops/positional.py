@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, last_state, scan, scan_backward
-from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, without_autocast
+from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, once, without_autocast
 
 
 class ChunkPositions:
@@ -101,7 +100,7 @@ class _Positional(torch.autograd.Function):
         return chunks.join(y_NCD.unsqueeze(1)).squeeze(1), final_BKD
 
     @staticmethod
-    @once_differentiable
+    @once
     @exactly
     def backward(ctx: Any, grad_y_TD: Tensor, grad_final_BKD: Tensor | None) -> tuple[Tensor | None, ...]:
         v_TD, table_RK, gain, skip, S = ctx.saved_tensors

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, last_state, scan, scan_backward
 from fuxi_torchrec.ops.decay import powers
-from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, without_autocast
+from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, once, without_autocast
 
 
 def retention(
@@ -81,7 +80,7 @@ class _Retention(torch.autograd.Function):
         return chunks.join(y_NHCV), final_BHKV
 
     @staticmethod
-    @once_differentiable
+    @once
     @exactly
     def backward(ctx: Any, grad_y_THV: Tensor, grad_final_BHKV: Tensor | None) -> tuple[Tensor | None, ...]:
         q_THK, k_THK, v_THV, log_decay_H, S = ctx.saved_tensors

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fuxi_torchrec.ops.chunks import Chunks, last_state, scan, scan_backward
 from fuxi_torchrec.ops.decay import LOWEST_EXPONENT, powers
-from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, without_autocast
+from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, once, without_autocast
 
 # Of the state and the decays between chunks or events. With even gaps every step multiplies by the same factor: in
 # float32 its rounding would add up over thousands of steps.
@@ -154,7 +153,7 @@ class _Temporal(torch.autograd.Function):
         return chunks.join(y_NGCV), final_BGKV
 
     @staticmethod
-    @once_differentiable
+    @once
     @exactly
     def backward(ctx: Any, grad_y_TGV: Tensor, grad_final_BGKV: Tensor | None) -> tuple[Tensor | None, ...]:
         v_TGV, log_decay_H, gain_G, skip_G, S = ctx.saved_tensors

@@ -76,6 +76,20 @@ def test_periods_of_a_temporal_channel_that_is_off_cost_nothing(monkeypatch):
     torch.testing.assert_close(encoder.query(state, batch.request)[[0, 2]], y[[5, 6]], rtol=0, atol=1e-12)
 
 
+def test_second_derivatives_are_those_of_the_parallel_form_or_refused():
+    encoder, batch = make_encoder(num_layers=1), make_batch([6])
+    x = batch.x.requires_grad_()
+
+    def slope(x, form="parallel"):
+        return torch.autograd.grad(encoder(x, *batch.inputs[1:], form=form).square().sum(), x, create_graph=True)[0]
+
+    (second,) = torch.autograd.grad(slope(x).sum(), x)
+    step = 1e-6 * torch.ones_like(batch.x)
+    torch.testing.assert_close(second, (slope(x + step) - slope(x - step)).detach() / 2e-6, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match='the chunkwise form has no second derivatives: use form="parallel"'):
+        slope(x, "chunkwise")
+
+
 def test_a_channel_without_all_methods_cannot_be_made():
     with pytest.raises(TypeError, match="abstract"):
         Channel()
