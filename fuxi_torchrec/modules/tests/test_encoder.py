@@ -14,6 +14,7 @@ from fuxi_torchrec.modules import sequences as sequences_module
 from fuxi_torchrec.modules.channels import Channel
 from fuxi_torchrec.modules.sequences import Sequences
 from fuxi_torchrec.modules.tests.batches import CHUNK, make_batch, make_encoder
+from fuxi_torchrec.modules.tiles import tiles
 
 LENGTHS = st.lists(
     st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 2]), min_size=1, max_size=5
@@ -168,6 +169,16 @@ def test_tiles_and_checkpointing_change_nothing(checkpointing, lengths, seed, ti
         assert_all_close(outcome(encoder, batch, "chunkwise"), wanted)
         with torch.no_grad():
             torch.testing.assert_close(encoder(*batch.inputs), wanted[0].detach(), rtol=0, atol=1e-11)
+
+
+def test_short_histories_are_not_cut_by_tiles():
+    """The users beside one that goes on would have states to start from, and the backward pass would keep them."""
+    offsets = list(range(0, 301, 3))
+    for size in (12, 16, 100):
+        cut = list(tiles(offsets, size))
+        assert not any(tile.cut or tile.goes_on for tile in cut)
+        assert sum(tile.offsets[-1] for tile in cut) == 300
+        assert max(tile.offsets[-1] for tile in cut) <= size
 
 
 def test_dropout_acts_in_training_only():
