@@ -102,6 +102,11 @@ class Block(nn.Module):
                 after[name] = cast(Tensor, final)
         return self.merge(x_TD, u, ys), after
 
+    def remember(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
+        """The state after each user's last row, where nobody asks for the block's output; without gradients."""
+        columns = self.project_columns(x_TD)
+        return {name: channel.remember(rows, sequences, state[name]) for name, channel, rows in self._with(columns)}
+
     def read(self, x_BD: Tensor, step: Step, state: BlockState) -> tuple[Tensor, Sequence[Tensor]]:
         """One event of each user, from a state that is not changed; and the columns that :meth:`write` takes."""
         u, columns = self.project(x_BD)

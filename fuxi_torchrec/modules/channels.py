@@ -5,7 +5,7 @@ parallel and the recurrent form put the channel in the terms of the general defi
 """
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -17,10 +17,10 @@ from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.norms import rms_norm
 from fuxi_torchrec.modules.sequences import Sequences
 from fuxi_torchrec.ops import parallel, recurrent
-from fuxi_torchrec.ops.positional import positional
+from fuxi_torchrec.ops.positional import positional, positional_state
 from fuxi_torchrec.ops.precision import at_least_float32
-from fuxi_torchrec.ops.retention import retention
-from fuxi_torchrec.ops.temporal import temporal
+from fuxi_torchrec.ops.retention import retention, retention_state
+from fuxi_torchrec.ops.temporal import STATE_DTYPE, temporal, temporal_state
 
 Form = Literal["chunkwise", "parallel", "recurrent"]
 
@@ -45,7 +45,7 @@ class Step(NamedTuple):
     query_BGK: Tensor
 
 
-class Channel(nn.Module):
+class Channel(nn.Module, ABC):
     """What the channels have in common.
 
     Attributes:
@@ -67,6 +67,10 @@ class Channel(nn.Module):
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """All events of all users, and the state after each user's last if wanted."""
+
+    @abstractmethod
+    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+        """The state after each user's last event, where nobody asks for outputs; chunkwise, without gradients."""
 
     @abstractmethod
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
@@ -96,7 +100,9 @@ class RetentionChannel(Channel):
 
     def log_decay(self) -> Tensor:
         """log λ_a = −exp(−Σ_{b≤a} softplus(w_b))."""
-        return -torch.exp(-F.softplus(at_least_float32(self.decay)).cumsum(0))
+        softplus = F.softplus(at_least_float32(self.decay))
+        # not cumsum, which has no deterministic kernel for floats on GPUs
+        return -torch.exp(-(softplus.new_ones(self.heads, self.heads).tril() * softplus).sum(1))
 
     def forward(
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False
@@ -123,6 +129,11 @@ class RetentionChannel(Channel):
         q, k, v = (at_least_float32(x) for x in (q_THK, k_THK, v_THK))
         clock = torch.arange(len(q), device=q.device)
         return _GENERAL[form](q, k, v, log_decay, clock, clock + self.lag, clock + 1, sequences.offsets, state)
+
+    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+        """See :class:`Channel`."""
+        _, k, v = self._heads(rows)
+        return retention_state(k, v, self.log_decay(), sequences.retention_chunks, state)
 
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
@@ -155,7 +166,7 @@ class TemporalChannel(Channel):
         shared: the channel whose decays to use; its own if None.
     """
 
-    state_dtype = torch.float64  # in float32, thousands of one-event updates would drift
+    state_dtype = STATE_DTYPE
     decay: Tensor | None
 
     def __init__(self, config: FuXiLinearConfig, shared: "TemporalChannel | None" = None) -> None:
@@ -194,7 +205,8 @@ class TemporalChannel(Channel):
         if self.decay is None:
             return self._shared[0].log_decay()
         raw = at_least_float32(self.decay)
-        return torch.tensor(self.theta, dtype=raw.dtype, device=raw.device) * F.logsigmoid(raw)
+        theta = torch.tensor(self.theta, dtype=raw.dtype, device="cpu").to(raw.device, non_blocking=True)
+        return theta * F.logsigmoid(raw)
 
     def gain_and_skip(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """α and β of the sub-heads; 1 and 0 without mixing."""
@@ -212,14 +224,20 @@ class TemporalChannel(Channel):
             y, final = temporal(v, log_decay, gain, skip, sequences.temporal_chunks, state, with_state)
             return y.flatten(-2), final
         v = at_least_float32(v)
+        if state is None:
+            state = v.new_zeros(len(sequences.offsets) - 1, *self.state_shape, dtype=self.state_dtype)
         (key, query), (clock, next_clock) = sequences.phases, sequences.clocks
         heads = (query, key.repeat(1, 2, 1), v, log_decay.repeat(2))
         y, final = _GENERAL[form](*heads, clock, next_clock, next_clock, sequences.offsets, state)
         return _mix(y, v, gain[:, None], skip[:, None]).flatten(-2), final
 
+    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+        """See :class:`Channel`."""
+        return temporal_state(self._heads(rows), self.log_decay(), sequences.temporal_chunks, state)
+
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
-        v, log_decay = self._heads(rows), self.log_decay()
+        v, log_decay = at_least_float32(self._heads(rows)), self.log_decay()
         gain, skip = self.gain_and_skip(log_decay)
         y = recurrent.read(step.query_BGK, step.key_BHK.repeat(1, 2, 1), v, log_decay.repeat(2), step.ticks_B, state)
         return _mix(y, v, gain[:, None], skip[:, None]).flatten(-2)
@@ -273,12 +291,16 @@ class PositionalChannel(Channel):
         y, final = _GENERAL[form](*heads, still, still, still, sequences.offsets, before)
         return _mix(y.squeeze(1), v, gain, skip), final.squeeze(1)
 
+    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+        """See :class:`Channel`."""
+        return positional_state(rows, at_least_float32(self.kernel), *sequences.positional_chunks, state)
+
     def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
-        kernel = at_least_float32(self.kernel)[step.position_B].unsqueeze(1)
-        heads = (kernel, kernel, rows.unsqueeze(1), rows.new_zeros(1))
+        kernel, v = at_least_float32(self.kernel)[step.position_B].unsqueeze(1), at_least_float32(rows)
+        heads = (kernel, kernel, v.unsqueeze(1), v.new_zeros(1))
         y = recurrent.read(*heads, torch.zeros_like(step.ticks_B), state.unsqueeze(1)).squeeze(1)
-        return _mix(y, rows, *self.gain_and_skip())
+        return _mix(y, v, *self.gain_and_skip())
 
     def write(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""

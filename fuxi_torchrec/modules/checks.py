@@ -11,9 +11,15 @@ _FAR = 2**62
 
 
 def batch(
-    config: FuXiLinearConfig, like: Tensor, x: Tensor, offsets: Tensor, timestamps: Tensor, validate: bool | None
+    config: FuXiLinearConfig,
+    like: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    timestamps: Tensor,
+    validate: bool | None,
+    request_timestamps: Tensor | None = None,
 ) -> list[int]:
-    """Check rows, offsets and timestamps; return the offsets as a list."""
+    """Check rows, offsets, timestamps and, if given, request times; return the offsets as a list."""
     if x.dim() != 2 or x.shape[1] != config.dim:
         raise ValueError(f"x must be of shape (events, {config.dim}), not {tuple(x.shape)}")
     if not x.is_floating_point():
@@ -22,21 +28,44 @@ def batch(
         raise ValueError(f"the encoder is {like.dtype}: keep it in float32 or float64 and use autocast for less")
     if x.dtype != like.dtype and not (torch.is_autocast_enabled(x.device.type) and x.dtype.itemsize <= 4):
         raise ValueError(f"x is {x.dtype}, the encoder is {like.dtype}: convert one of them")
+    precision(like.device)
     if x.device != like.device:
         raise ValueError(f"x is on {x.device}, the encoder on {like.device}")
-    times("timestamps", timestamps, len(x), x.device)
+    _times("timestamps", timestamps, len(x), x.device)
     if offsets.dim() != 1 or not len(offsets):
         raise ValueError(f"offsets must be of shape (users + 1,), not {tuple(offsets.shape)}")
     if offsets.dtype != torch.int64:
         raise ValueError(f"offsets must be int64, not {offsets.dtype}")
     bounds: list[int] = offsets.tolist()
-    if validate if validate is not None else x.device.type == "cpu":
+    if wanted := _wanted(validate, x.device):
         _values(x, bounds)
-        _passing(timestamps, bounds)
+        _near("timestamps", timestamps)
+    if request_timestamps is not None:
+        requests(request_timestamps, len(bounds) - 1, x.device, validate)
+    if wanted:
+        _passing(timestamps, bounds, request_timestamps)
     return bounds
 
 
-def times(name: str, values: Tensor, count: int, device: torch.device) -> None:
+def precision(device: torch.device) -> None:
+    """Refuse a device without float64, which phases and the temporal state need."""
+    if device.type == "mps":
+        raise ValueError("the encoder is on mps, which has no float64: phases and the temporal state need it; use cpu")
+
+
+def requests(values: Tensor, users: int, device: torch.device, validate: bool | None) -> None:
+    """Check request times alone."""
+    _times("request_timestamps", values, users, device)
+    if _wanted(validate, device):
+        _near("request_timestamps", values)
+
+
+def _wanted(validate: bool | None, device: torch.device) -> bool:
+    """Whether values are looked at: by default on the CPU only, and not in exported programs."""
+    return validate if validate is not None else device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _times(name: str, values: Tensor, count: int, device: torch.device) -> None:
     """Check a tensor of times."""
     if values.dtype != torch.int64:
         why = "floats cannot hold times exactly" if values.is_floating_point() else "convert it with .long()"
@@ -63,19 +92,30 @@ def _values(x: Tensor, bounds: list[int]) -> None:
             )
 
 
-def _passing(timestamps: Tensor, bounds: list[int]) -> None:
+def _near(name: str, values: Tensor) -> None:
+    """Refuse times of which two may differ by more than 64 bits hold, as a missing one."""
+    if not len(values):
+        return
+    low, high = (int(bound) for bound in values.aminmax())
+    if low <= -_FAR or high >= _FAR:
+        raise ValueError(f"{name} must be within 2^62 of 0, not {low} to {high}: is a time missing?")
+
+
+def _passing(timestamps: Tensor, bounds: list[int], request_timestamps: Tensor | None) -> None:
     """Refuse times whose steps forward do not add up in 64 bits, as those of missing times may."""
     if not len(timestamps):
         return
-    low, high = int(timestamps.min()), int(timestamps.max())
-    if low < -_FAR or high > _FAR:
-        raise ValueError(f"timestamps must be within 2^62 of 0, not {low} to {high}: is a time missing?")
     gaps = timestamps.diff().clamp(min=0).double()
-    if float(gaps.sum()) <= _FAR:
+    asked = [] if request_timestamps is None else request_timestamps.tolist()
+    latest, earliest = max(asked, default=0), int(timestamps.min())
+    if float(gaps.sum()) + max(0, latest - earliest) <= _FAR:
         return
     passed = torch.cat([gaps.new_zeros(1), gaps]).cumsum(0)  # at each event, since the first of all
     for user, (a, b) in enumerate(itertools.pairwise(bounds)):
-        if b > a and float(passed[b - 1] - passed[a]) > _FAR:
+        if a == b:
+            continue
+        waited = max(0, asked[user] - int(timestamps[b - 1])) if asked else 0
+        if float(passed[b - 1] - passed[a]) + waited > _FAR:
             raise ValueError(
                 f"timestamps of user {user} go forth and back by more than 2^62 in all: is a time missing among them?"
             )

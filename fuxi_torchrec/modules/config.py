@@ -85,11 +85,10 @@ class FuXiLinearConfig:
             raise ValueError(f"dim = {self.dim} is not divisible by num_heads = {self.num_heads}")
         if self.use_positional and self.kernel_dim % 2:
             raise ValueError(f"kernel_dim = {self.kernel_dim} must be even: half sine, half cosine")
-        if self.use_temporal:
-            self._check_periods()
+        self._check_periods()
 
     def _check_periods(self) -> None:
-        if not self.temporal_periods:
+        if self.use_temporal and not self.temporal_periods:
             raise ValueError(
                 "temporal_periods is empty: name the scales in the data's time unit, for example "
                 "(3600, 86400, 604800, 31536000) for seconds, or set use_temporal=False"
@@ -97,7 +96,7 @@ class FuXiLinearConfig:
         for period in self.temporal_periods:
             if isinstance(period, bool) or not isinstance(period, int) or not 1 <= period < 2**62:
                 raise ValueError(f"temporal_periods must be positive integers below 2^62, not {period!r}")
-        if self.dim % (2 * self.num_scales):
+        if self.use_temporal and self.dim % (2 * self.num_scales):
             raise ValueError(
                 f"dim = {self.dim} is not divisible by 2 x {self.num_scales}: each of the {self.num_scales} "
                 "temporal_periods has a sin and a cos head"

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -16,7 +16,7 @@ from fuxi_torchrec.modules.channels import Channel, Form, Step
 from fuxi_torchrec.modules.config import FuXiLinearConfig
 from fuxi_torchrec.modules.sequences import Sequences, temporal_vectors
 from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.modules.tiles import part, tiles
+from fuxi_torchrec.modules.tiles import Tile, part, tiles
 
 # So many numbers, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
 # and are used again; larger ones would be fetched from the system, page by page, every time.
@@ -96,15 +96,14 @@ class FuXiLinearEncoder(nn.Module):
             timestamps: (T,) int64, in the unit of ``temporal_periods``.
             request_timestamps: (B,) int64; before the user's last event nothing decays, the phase is its own.
             form: how to compute; the result is the same.
-            validate: check values too (finite rows, monotone offsets); by default on the CPU only.
+            validate: check values too (finite rows, monotone offsets, possible times); by default on the CPU only.
 
         Returns:
             (T, D); a user without events has no row.
         """
         if form not in ("chunkwise", "parallel", "recurrent"):
             raise ValueError(f"form must be 'chunkwise', 'parallel' or 'recurrent', not {form!r}")
-        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate)
-        checks.times("request_timestamps", request_timestamps, len(bounds) - 1, x.device)
+        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, request_timestamps)
         if not len(x):
             # connected to every parameter: a process without events still takes part in the gradients' reduction
             wide = x.to(torch.promote_types(x.dtype, self.positions.dtype))  # as with events, also under autocast
@@ -112,7 +111,7 @@ class FuXiLinearEncoder(nn.Module):
         sequences = Sequences(self.config, bounds, timestamps, request_timestamps, _wide(x.dtype))
         rows = self._embed(x, sequences.position_T)
         if form == "chunkwise":
-            return self._tiled(rows, sequences, None)
+            return self._tiled(rows, sequences)
         for block in self.layers:
             rows, _ = self._run(block, rows, sequences, form)
         return rows
@@ -122,6 +121,7 @@ class FuXiLinearEncoder(nn.Module):
         if batch_size < 0:
             raise ValueError(f"batch_size must not be negative, but is {batch_size}")
         like = self.positions.detach()
+        checks.precision(like.device)
 
         def zeros(channel: Channel) -> Tensor:
             return like.new_zeros(batch_size, *channel.state_shape, dtype=channel.state_dtype or like.dtype)
@@ -160,10 +160,16 @@ class FuXiLinearEncoder(nn.Module):
         return state.put(users, self._append_one(state.select(users), rows, timestamps))
 
     @torch.no_grad()
-    def query(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
-        """Each user at a time: (B, D), zero for users without events. The state is unchanged."""
+    def query(self, state: EncoderState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
+        """Each user at a time: (B, D), zero for users without events. The state is unchanged.
+
+        Args:
+            state: of B users.
+            request_timestamps: (B,) int64.
+            validate: check values too; by default on the CPU only.
+        """
         self._check_serving(state)
-        checks.times("request_timestamps", request_timestamps, len(state), self.positions.device)
+        checks.requests(request_timestamps, len(state), self.positions.device, validate)
         return self._query(state, request_timestamps)
 
     # --- inside ------------------------------------------------------------------------------------------------------
@@ -236,7 +242,7 @@ class FuXiLinearEncoder(nn.Module):
             times = torch.cat((state.pending_time, time_T))[source_X]
             start_B = (state.count - 1).clamp(min=0)
             sequences = Sequences(self.config, commit_at.tolist(), times, time_T[last_B], rows.dtype, start_B)
-            self._tiled(torch.cat((state.pending, rows))[source_X], sequences, blocks)
+            self._commit(torch.cat((state.pending, rows))[source_X], sequences, blocks)
         touched = new_B > 0
         return replace(
             state,
@@ -246,36 +252,38 @@ class FuXiLinearEncoder(nn.Module):
             memory=tuple(blocks),
         )
 
-    def _tiled(self, rows: Tensor, sequences: Sequences, blocks: list[BlockState] | None) -> Tensor:
-        """All blocks over one tile of rows after another; a user cut by a tile's edge goes on from its state.
-
-        Args:
-            rows: (T, D) as they enter the first block.
-            sequences: of the whole batch.
-            blocks: states of all users, replaced in place by those after their last rows; None if nobody wants them.
-        """
-        outputs, carried = [], list[BlockState]()
+    def _tiles(self, rows: Tensor, sequences: Sequences) -> Iterator[tuple[Tile, Sequences, Tensor]]:
+        """Tiles of a batch: where they lie, what they cover, and their rows."""
         numbers = TILE_NUMBERS.get(rows.device.type, TILE_NUMBERS_ELSEWHERE)
         for tile in tiles(sequences.offsets, max(1, numbers // self.config.dim)):
-            covered, before, carried = part(sequences, tile), carried, []
-            users = slice(tile.first_user, tile.end_user)
-            x = rows[tile.first_row : tile.end_row]
+            yield tile, part(sequences, tile), rows[tile.first_row : tile.end_row]
+
+    def _tiled(self, rows: Tensor, sequences: Sequences) -> Tensor:
+        """All blocks over one tile of rows after another; a user cut by a tile's edge goes on from its state."""
+        outputs, carried = [], list[BlockState]()
+        for tile, covered, x in self._tiles(rows, sequences):
+            before, carried = carried, []
             for layer, block in enumerate(self.layers):
                 state = None
-                if blocks is not None:
-                    state = {name: whole[users] for name, whole in blocks[layer].items()}
-                elif tile.goes_on:
+                if tile.goes_on:
                     state = {name: _extended(s, len(tile.offsets) - 1) for name, s in before[layer].items()}
-                x, after = self._run(block, x, covered, "chunkwise", state, blocks is not None or tile.cut)
-                if blocks is not None:
-                    for name, whole in blocks[layer].items():
-                        whole[users] = after[name]
-                elif tile.cut:
-                    carried.append(
-                        {name: _last(s, self.layers[0].channels[name].state_dtype) for name, s in after.items()}
-                    )
+                x, after = self._run(block, x, covered, "chunkwise", state, tile.cut)
+                carried.append({name: s[-1:] for name, s in after.items()})
             outputs.append(x)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _commit(self, rows: Tensor, sequences: Sequences, blocks: list[BlockState]) -> None:
+        """The same without outputs: the states of all users are replaced by those after their last rows."""
+        for tile, covered, x in self._tiles(rows, sequences):
+            users = slice(tile.first_user, tile.end_user)
+            for block, whole in zip(self.layers, blocks, strict=True):
+                state = {name: s[users] for name, s in whole.items()}
+                if whole is not blocks[-1]:
+                    x, state = block(x, covered, "chunkwise", state, True)
+                else:  # nobody asks for the last block's output
+                    state = block.remember(x, covered, state)
+                for name, s in state.items():
+                    whole[name][users] = s
 
     def _run(
         self,
@@ -299,11 +307,6 @@ class FuXiLinearEncoder(nn.Module):
 def _extended(first: Tensor, users: int) -> Tensor:
     """The first user's state, and zero for the others."""
     return torch.cat((first, first.new_zeros(users - 1, *first.shape[1:])))
-
-
-def _last(state_BX: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The last user's state, in the precision in which it is carried."""
-    return state_BX[-1:].to(dtype or state_BX.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

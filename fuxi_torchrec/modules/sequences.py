@@ -4,6 +4,7 @@ Made once per forward pass and shared by all blocks.
 """
 
 import itertools
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -18,7 +19,10 @@ from fuxi_torchrec.ops.temporal import ChunkTimes, phase_vectors, query_vectors
 def temporal_vectors(
     config: FuXiLinearConfig, time: Tensor, next_time: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow."""
+    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow; empty if nobody uses them."""
+    if not config.use_temporal:
+        nothing = torch.empty(*time.shape, 0, 2, dtype=dtype, device=time.device)
+        return nothing, nothing
     if not config.temporal_phases:
         key = torch.full((*time.shape, config.num_scales, 2), 0.5**0.5, dtype=dtype, device=time.device)
         return key, key.repeat(1, 2, 1)
@@ -61,14 +65,18 @@ class Sequences:
     @cached_property
     def bounds(self) -> Tensor:
         """The offsets on the device."""
-        return torch.tensor(self.offsets, dtype=torch.int64, device=self.device)
+        return self._placed(self.offsets)
+
+    def _placed(self, numbers: Sequence[int]) -> Tensor:
+        """Integers of the host, on the device."""
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
 
     @cached_property
     def last(self) -> tuple[Tensor, Tensor]:
-        """Users with rows, and the last row of each; from the host's offsets, without waiting for the device."""
+        """Users with rows, and the last row of each; from the host's offsets: nothing is read back from the device."""
         users = [user for user, (a, b) in enumerate(itertools.pairwise(self.offsets)) if b > a]
         rows = [self.offsets[user + 1] - 1 for user in users]
-        return torch.tensor(users, device=self.device), torch.tensor(rows, device=self.device)
+        return self._placed(users), self._placed(rows)
 
     @cached_property
     def position_T(self) -> Tensor:
@@ -101,7 +109,7 @@ class Sequences:
         if not self.config.temporal_phases:
             return temporal_vectors(self.config, self.time_T, self.next_time_T, self.dtype)
         # an event's successor is the next row: one set of phases serves both
-        periods = torch.tensor(self.config.temporal_periods, dtype=torch.int64, device=self.device)
+        periods = self._placed(self.config.temporal_periods)
         key_THK = phase_vectors(self.time_T, periods, self.dtype)
         return key_THK, query_vectors(self._follow(key_THK, phase_vectors(self.request_B, periods, self.dtype)))
 

@@ -99,7 +99,7 @@ class EncoderState:
 
     @classmethod
     def from_dict(cls, plain: dict[str, Tensor], like: "EncoderState") -> "EncoderState":
-        """Back from :meth:`to_dict`; ``like`` is any state of the encoder, ``init_state(0)`` for one."""
+        """Back from :meth:`to_dict`; ``like`` is any state of the encoder, ``init_state(0)`` for one, on its device."""
         missing = sorted({"version", "fingerprint"} - plain.keys())
         if not missing:
             _check_origin(int(plain["version"]), int(plain["fingerprint"]), like)
@@ -117,7 +117,8 @@ class EncoderState:
         if len(set(counts.values())) > 1:
             raise ValueError(f"tensors of different numbers of users: {counts}")
         layers = [{name: plain[name][:, n].contiguous() for name in block} for n, block in enumerate(like.memory)]
-        return cls(like.fingerprint, plain["count"], plain["pending_time"], plain["pending"], tuple(layers))
+        state = cls(like.fingerprint, plain["count"], plain["pending_time"], plain["pending"], tuple(layers))
+        return state.to(like.count.device)
 
     def to_bytes(self) -> Tensor:
         """One record of fixed size per user: (B, record size) uint8, on the host."""
@@ -150,7 +151,7 @@ class EncoderState:
         plain = dict(template, count=numbers[:, 2].clone(), pending_time=numbers[:, 3].clone())
         for (name, tensor), part in zip(rows.items(), parts, strict=True):
             plain[name] = part.view(tensor.dtype).reshape(len(records), *tensor.shape[1:])
-        return cls.from_dict(plain, like).to(like.count.device)
+        return cls.from_dict(plain, like)
 
 
 def _check_same(one: EncoderState, other: EncoderState) -> None:

@@ -8,6 +8,8 @@ import torch
 
 from fuxi_torchrec.modules.sequences import Sequences
 
+_FULL = 0.75  # of a tile: full enough to end with a user
+
 
 class Tile(NamedTuple):
     """Rows first_row .. end_row − 1, of users first_user .. end_user − 1."""
@@ -22,14 +24,23 @@ class Tile(NamedTuple):
 
 
 def tiles(offsets: list[int], size: int) -> Iterator[Tile]:
-    """Cut packed rows into tiles of ``size``; users without rows at the edges belong to no tile.
+    """Cut packed rows into tiles of at most ``size``; users without rows at the edges belong to no tile.
+
+    A user is cut only if its tile were far from full without: after a cut every user of the next tile has a state to
+    start from, which the backward pass keeps.
 
     Example:
         >>> [(tile.offsets, tile.goes_on, tile.cut) for tile in tiles([0, 3, 3, 8], 5)]
         [([0, 3, 3, 5], False, True), ([0, 3], True, False)]
+        >>> [(tile.offsets, tile.goes_on, tile.cut) for tile in tiles([0, 4, 8], 5)]
+        [([0, 4], False, False), ([0, 4], False, False)]
     """
-    for a in range(0, offsets[-1], size):
-        b = min(a + size, offsets[-1])
+    a = b = 0
+    while b < offsets[-1]:
+        a, b = b, min(b + size, offsets[-1])
+        edge = offsets[bisect_right(offsets, b) - 1]  # where the user at b begins
+        if edge - a >= _FULL * size:
+            b = edge
         first_user = bisect_right(offsets, a) - 1
         end_user = bisect_left(offsets, b)
         local = [min(max(bound, a), b) - a for bound in offsets[first_user : end_user + 1]]

@@ -10,6 +10,7 @@ over the events of one user. ``parallel`` is that definition, ``recurrent`` comp
 All forms carry the same state S (B, H, K, V): what the events so far contribute, decayed to the clock of the user's
 next event, S = Σ_j r^{next − key_clock_j} k_jᵀ v_j.
 
-Shape suffixes: T events of all users, B users, N chunks, C events a chunk, H heads, K key width, V value width, D model
-width; G the 2H temporal sub-heads, L blocks, M distinct positions, R table rows, X any further dimensions.
+Shape suffixes: T events of all users, B users, N chunks, A those with a state before them, C events a chunk, H heads, K
+key width, V value width, D model width; G the 2H temporal sub-heads, L blocks, M distinct positions, R table rows, X
+any further dimensions.
 """

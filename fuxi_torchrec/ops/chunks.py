@@ -6,6 +6,7 @@ of those who have a chunk n, and one step of the scan works on two contiguous sl
 """
 
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,10 +29,9 @@ class Chunks:
         self.starts_B = bounds[:-1]
         self.events = offsets[-1]
         counts_B = (self.lengths_B + size - 1) // size
-        # users by chunk count, longest first; and each user's place in that order
-        self.order_B = torch.argsort(counts_B, descending=True, stable=True)
-        place_B = torch.empty_like(self.order_B)
-        place_B[self.order_B] = torch.arange(len(place_B))
+        # users by chunk count, longest first
+        order_B = torch.argsort(counts_B, descending=True, stable=True)
+        self.order_B = order_B.to(device, non_blocking=True)
         deepest = int(counts_B.max()) if len(counts_B) else 0
         # active[n]: users that have a chunk n; first[n]: where the chunks of index n begin
         having = torch.bincount(counts_B, minlength=deepest + 1)
@@ -42,22 +42,28 @@ class Chunks:
         self.count = self.first[-1]
         # of each chunk: its user and its index within the user
         index_N = torch.repeat_interleave(torch.arange(deepest), torch.tensor(self.active, dtype=torch.int64))
-        user_N = self.order_B[torch.arange(self.count) - first[index_N]]
-        self.user_N = user_N.to(device)
-        self.begin_N = (index_N * size).to(device)  # position of the chunk's first event within its user
-        self.filled_N = (self.lengths_B[user_N] - index_N * size).clamp(max=size).to(device)
-        # the last chunk of each user that has one
-        self.users_with_rows = torch.nonzero(counts_B > 0).flatten().to(device)
-        last_B = first[(counts_B - 1).clamp(min=0)] + place_B
-        self.last_chunk = last_B[counts_B > 0].to(device)
+        user_N = order_B[torch.arange(self.count) - first[index_N]]
+        begin_N = index_N * size  # position of the chunk's first event within its user
+        filled_N = (self.lengths_B[user_N] - begin_N).clamp(max=size)
+        self.user_N, self.begin_N, self.filled_N = (
+            x.to(device, non_blocking=True) for x in (user_N, begin_N, filled_N)
+        )
         self.padded = self.count * size != self.events
         self.in_order = int((counts_B > 0).sum()) <= 1  # one user: chunks lie in memory as they come
+
+    def going_on(self, n: int) -> int:
+        """Users that have a chunk n + 1."""
+        return self.active[n + 1] if n + 1 < len(self.active) else 0
+
+    def fresh(self, has_initial: bool) -> int:
+        """Chunks with no state before them: every user's first, unless there is an initial state. They stand first."""
+        return 0 if has_initial or not self.active else self.active[0]
 
     @cached_property
     def row_NC(self) -> Tensor:
         """The packed row of each chunk slot; padding points at the chunk's own first row."""
         slot_C = torch.arange(self.size, device=self.device)
-        begin_N1 = (self.starts_B.to(self.device)[self.user_N] + self.begin_N)[:, None]
+        begin_N1 = (self.starts_B.to(self.device, non_blocking=True)[self.user_N] + self.begin_N)[:, None]
         return begin_N1 + torch.where(self.filled_NC, slot_C, 0)
 
     @cached_property
@@ -100,71 +106,93 @@ class Chunks:
 
 
 def scan(
-    update_NX: Tensor, decay_NX: Tensor | None, chunks: Chunks, initial_BX: Tensor | None, with_final: bool
+    update_NX: Tensor,
+    decay_NX: Tensor | None,
+    chunks: Chunks,
+    initial_BX: Tensor | None,
+    with_final: bool,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The state before each chunk, and after each user's last if wanted: ``S_{n+1} = decay_n S_n + update_n``.
 
-    ``decay_NX`` broadcasts against the update; None means 1. The state has the initial state's precision, else the
-    update's. Not differentiable by itself: see :func:`scan_backward`.
+    Without an initial state nothing stands before a user's first chunk: the states are then those of the chunks from
+    :meth:`Chunks.fresh` on, and nothing is kept, or multiplied, for histories of a single chunk.
+
+    ``decay_NX`` broadcasts against the update; None means 1. The state is of the given precision, else the initial
+    state's, else the update's. Not differentiable by itself: see :func:`scan_backward`.
     """
-    dtype = update_NX.dtype if initial_BX is None else initial_BX.dtype
+    dtype = dtype or (update_NX if initial_BX is None else initial_BX).dtype
     inner = update_NX.shape[1:]
-    before_NX = torch.empty(chunks.count, *inner, dtype=dtype, device=update_NX.device)
-    update_NX = update_NX.to(dtype)
-    order = chunks.order_B.to(update_NX.device)
-    if chunks.active:
-        head = before_NX[: chunks.active[0]]
-        head.zero_() if initial_BX is None else torch.index_select(initial_BX, 0, order[: chunks.active[0]], out=head)
-    for n in range(1, len(chunks.active)):
-        going_on = chunks.active[n]
-        here = slice(chunks.first[n - 1], chunks.first[n - 1] + going_on)
-        there = before_NX[chunks.first[n] : chunks.first[n] + going_on]
-        _step(update_NX[here], before_NX[here], None if decay_NX is None else decay_NX[here], there)
-    if not with_final:
-        return before_NX, None
-    users = len(chunks.lengths_B)
-    final_BX = before_NX.new_zeros(users, *inner) if initial_BX is None else initial_BX.clone()
-    last = chunks.last_chunk
-    if len(last):
-        end = torch.empty(len(last), *inner, dtype=dtype, device=update_NX.device)
-        _step(update_NX[last], before_NX[last], None if decay_NX is None else decay_NX[last], end)
-        final_BX[chunks.users_with_rows] = end
-    return before_NX, final_BX
+    update_NX, initial_BX = update_NX.to(dtype), None if initial_BX is None else initial_BX.to(dtype)
+    fresh = chunks.fresh(initial_BX is not None)
+    before_AX = torch.empty(chunks.count - fresh, *inner, dtype=dtype, device=update_NX.device)
+    final_BX = None
+    if with_final:
+        users = len(chunks.lengths_B)
+        final_BX = update_NX.new_zeros(users, *inner) if initial_BX is None else initial_BX.clone()
+    if initial_BX is not None and chunks.active:
+        torch.index_select(initial_BX, 0, chunks.order_B[: chunks.active[0]], out=before_AX[: chunks.active[0]])
+
+    def step(a: int, b: int, out: Tensor) -> Tensor:
+        """The states after chunks a to b."""
+        if a < fresh:
+            return out.copy_(update_NX[a:b])
+        return _step(update_NX[a:b], before_AX[a - fresh : b - fresh], None if decay_NX is None else decay_NX[a:b], out)
+
+    for n, here in enumerate(chunks.active):
+        first, going_on = chunks.first[n], chunks.going_on(n)
+        if going_on:
+            there = chunks.first[n + 1] - fresh
+            step(first, first + going_on, before_AX[there : there + going_on])
+        if final_BX is not None and going_on < here:
+            end = torch.empty(here - going_on, *inner, dtype=dtype, device=update_NX.device)
+            final_BX[chunks.order_B[going_on:here]] = step(first + going_on, first + here, end)
+    return before_AX, final_BX
+
+
+def last_state(
+    update_NX: Tensor, decay_NX: Tensor | None, chunks: Chunks, initial_BX: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The state after each user's last chunk alone; see :func:`scan`."""
+    return cast(Tensor, scan(update_NX, decay_NX, chunks, initial_BX, True, dtype)[1])
 
 
 def scan_backward(
-    grad_before_NX: Tensor, grad_final_BX: Tensor | None, decay_NX: Tensor | None, chunks: Chunks
-) -> tuple[Tensor, Tensor]:
-    """The gradient of each chunk's update, and of the initial state.
+    grad_before_AX: Tensor, grad_final_BX: Tensor | None, decay_NX: Tensor | None, chunks: Chunks, has_initial: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of each chunk's update, and of the initial state if there is one.
 
     With G_n the gradient of the state before chunk n, ``G_n = grad_before_n + decay_n G_{n+1}``, and the update of
     chunk n has the gradient G_{n+1}.
     """
-    inner = grad_before_NX.shape[1:]
-    users = len(chunks.lengths_B)
-    grad_update_NX = torch.zeros_like(grad_before_NX)
-    grad_initial_BX = grad_before_NX.new_zeros(users, *inner)
+    inner, fresh = grad_before_AX.shape[1:], chunks.fresh(has_initial)
+    grad_update_NX = grad_before_AX.new_zeros(chunks.count, *inner)
+    grad_initial_BX = None
     if grad_final_BX is not None:
-        grad_final_BX = grad_final_BX.to(grad_before_NX.dtype)
-        grad_update_NX[chunks.last_chunk] = grad_final_BX[chunks.users_with_rows]
-        empty = torch.nonzero(chunks.lengths_B == 0).flatten().to(grad_before_NX.device)
-        grad_initial_BX[empty] = grad_final_BX[empty]
+        grad_final_BX = grad_final_BX.to(grad_before_AX.dtype)
+    if has_initial:  # a user without rows hands its state on
+        users = len(chunks.lengths_B)
+        grad_initial_BX = grad_before_AX.new_zeros(users, *inner) if grad_final_BX is None else grad_final_BX.clone()
     for n in reversed(range(len(chunks.active))):
-        here = slice(chunks.first[n], chunks.first[n] + chunks.active[n])
-        decay = None if decay_NX is None else decay_NX[here]
+        here, going_on, a = chunks.active[n], chunks.going_on(n), chunks.first[n]
+        b = a + here
+        if grad_final_BX is not None:
+            grad_update_NX[a + going_on : b] = grad_final_BX[chunks.order_B[going_on:here]]
+        if a < fresh:
+            break
         if n:
-            previous = grad_update_NX[chunks.first[n - 1] : chunks.first[n - 1] + chunks.active[n]]
+            previous = grad_update_NX[chunks.first[n - 1] : chunks.first[n - 1] + here]
         else:
-            previous = grad_before_NX.new_empty(chunks.active[0], *inner)
-        _step(grad_before_NX[here], grad_update_NX[here], decay, previous)
-        if n == 0:
-            grad_initial_BX[chunks.order_B[: chunks.active[0]].to(previous.device)] = previous
+            previous = grad_before_AX.new_empty(here, *inner)
+        decay = None if decay_NX is None else decay_NX[a:b]
+        _step(grad_before_AX[a - fresh : b - fresh], grad_update_NX[a:b], decay, previous)
+        if grad_initial_BX is not None and not n:
+            grad_initial_BX[chunks.order_B[:here]] = previous
     return grad_update_NX, grad_initial_BX
 
 
-def _step(added: Tensor, carried: Tensor, decay: Tensor | None, out: Tensor) -> None:
+def _step(added: Tensor, carried: Tensor, decay: Tensor | None, out: Tensor) -> Tensor:
     """``out = added + decay · carried``."""
     if decay is None:
-        torch.add(added, carried, out=out)
-    else:
-        torch.addcmul(added, carried, decay.to(carried.dtype), out=out)
+        return torch.add(added, carried, out=out)
+    return torch.addcmul(added, carried, decay.to(carried.dtype), out=out)

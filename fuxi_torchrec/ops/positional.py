@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from fuxi_torchrec.ops.chunks import Chunks, scan, scan_backward
-from fuxi_torchrec.ops.precision import apply, exactly
+from fuxi_torchrec.ops.chunks import Chunks, last_state, scan, scan_backward
+from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, once, without_autocast
 
 
 class ChunkPositions:
@@ -57,6 +56,16 @@ def positional(
     return y_TD, final_BKD
 
 
+@without_autocast
+def positional_state(
+    v_TD: Tensor, table_RK: Tensor, chunks: Chunks, positions: ChunkPositions, initial_BKD: Tensor
+) -> Tensor:
+    """The state after each user's last event, where nobody asks for outputs. Not differentiable."""
+    v_NCD = chunks.cut(at_least_float32(v_TD).unsqueeze(1)).squeeze(1)
+    kernel_NCK = positions.spread(table_RK[positions.row_MC])
+    return last_state(kernel_NCK.mT @ v_NCD, None, chunks, initial_BKD)
+
+
 def _maps(table_RK: Tensor, positions: ChunkPositions) -> tuple[Tensor, Tensor]:
     """κ of each position's chunk, and its causal map ``κκᵀ``."""
     kernel_MCK = table_RK[positions.row_MC]
@@ -80,38 +89,42 @@ class _Positional(torch.autograd.Function):
         v_NCD = chunks.cut(v_TD.unsqueeze(1)).squeeze(1)
         kernel_MCK, map_MCC = _maps(table_RK, positions)
         kernel_NCK = positions.spread(kernel_MCK)
-        S_NKD, final_BKD = scan(kernel_NCK.mT @ v_NCD, None, chunks, initial_BKD, with_state)
+        S_AKD, final_BKD = scan(kernel_NCK.mT @ v_NCD, None, chunks, initial_BKD, with_state)
+        S_AKD, fresh = S_AKD.to(v_TD.dtype), chunks.count - len(S_AKD)
         map_MCC.mul_(gain).diagonal(dim1=1, dim2=2).add_(skip)
         y_NCD = torch.bmm(positions.spread(map_MCC), v_NCD)
-        y_NCD.baddbmm_(kernel_NCK * gain, S_NKD.to(v_TD.dtype))
-        ctx.save_for_backward(v_TD, table_RK, gain, skip, S_NKD)
-        ctx.chunks, ctx.positions, ctx.has_initial = chunks, positions, initial_BKD is not None
+        y_NCD[fresh:].baddbmm_(kernel_NCK[fresh:] * gain, S_AKD)
+        ctx.save_for_backward(v_TD, table_RK, gain, skip, S_AKD)
+        ctx.chunks, ctx.positions = chunks, positions
+        ctx.initial_dtype = None if initial_BKD is None else initial_BKD.dtype
         return chunks.join(y_NCD.unsqueeze(1)).squeeze(1), final_BKD
 
     @staticmethod
-    @once_differentiable
+    @once
     @exactly
     def backward(ctx: Any, grad_y_TD: Tensor, grad_final_BKD: Tensor | None) -> tuple[Tensor | None, ...]:
-        v_TD, table_RK, gain, skip, S_NKD = ctx.saved_tensors
+        v_TD, table_RK, gain, skip, S = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
         positions: ChunkPositions = ctx.positions
         v, dy = (chunks.cut(x.unsqueeze(1)).squeeze(1) for x in (v_TD, grad_y_TD))
-        S = S_NKD.to(v.dtype)
+        old = slice(chunks.count - len(S), None)  # chunks with a state before them
         kernel_MCK, map_MCC = _maps(table_RK, positions)
         kernel = positions.spread(kernel_MCK)
 
-        dS_NKD = (kernel * gain).mT @ dy
-        dU_NKD, dS0_BKD = scan_backward(dS_NKD, grad_final_BKD, None, chunks)
-        dquery_NCK = dy @ S.mT
+        dS_AKD = (kernel[old] * gain).mT @ dy[old]
+        dU_NKD, dS0_BKD = scan_backward(dS_AKD, grad_final_BKD, None, chunks, ctx.initial_dtype is not None)
+        dquery_ACK = dy[old] @ S.mT
         dA_MCC = positions.gather(torch.bmm(dy, v.mT)).tril_()
-        dkernel_MCK = positions.gather(dquery_NCK * gain + v @ dU_NKD.mT)
+        dkernel_NCK = v @ dU_NKD.mT
+        dkernel_NCK[old] += dquery_ACK * gain
+        dkernel_MCK = positions.gather(dkernel_NCK)
         dkernel_MCK = dkernel_MCK + ((dA_MCC + dA_MCC.mT) * gain) @ kernel_MCK
         dtable_RK = torch.zeros_like(table_RK).index_put_((positions.row_MC,), dkernel_MCK, accumulate=True)
-        dgain = (dA_MCC * map_MCC).sum() + (dquery_NCK * kernel).sum()
+        dgain = (dA_MCC * map_MCC).sum() + (dquery_ACK * kernel[old]).sum()
         dskip = dA_MCC.diagonal(dim1=1, dim2=2).sum()
 
         map_MCC.mul_(gain).diagonal(dim1=1, dim2=2).add_(skip)
         dv = torch.baddbmm(kernel @ dU_NKD, positions.spread(map_MCC).mT, dy)
-        initial = dS0_BKD.to(S_NKD.dtype) if ctx.has_initial else None
+        initial = None if dS0_BKD is None else dS0_BKD.to(ctx.initial_dtype)
         dv_TD = chunks.join(dv.unsqueeze(1)).squeeze(1)
         return dv_TD, dtable_RK, dgain.reshape(gain.shape), dskip.reshape(skip.shape), initial, None, None, None

@@ -30,6 +30,21 @@ def exactly(function: F) -> F:
     return run  # type: ignore[return-value]
 
 
+def once(function: F) -> F:
+    """For a backward that has no derivative itself: refuse ``create_graph``.
+
+    torch's ``once_differentiable`` lets ``torch.autograd.grad`` pass by, with second derivatives that lack a part.
+    """
+
+    @wraps(function)
+    def run(ctx: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError('the chunkwise form has no second derivatives: use form="parallel"')
+        return function(ctx, *args)
+
+    return run  # type: ignore[return-value]
+
+
 class _NothingKept:
     """Stands for a context where no backward pass follows."""
 

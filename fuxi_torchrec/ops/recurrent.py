@@ -21,7 +21,8 @@ def read(
         query_ticks_B: int64, query clock minus key clock of the event.
         state_BHKV: the state before the event; may be of higher precision than the rest.
     """
-    v_BHV, dtype = at_least_float32(v_BHV), state_BHKV.dtype
+    q_BHK, k_BHK, v_BHV = (at_least_float32(x) for x in (q_BHK, k_BHK, v_BHV))
+    dtype = state_BHKV.dtype
     past_BHV = (q_BHK.to(dtype).unsqueeze(-2) @ state_BHKV).squeeze(-2).to(v_BHV.dtype)
     own_BHV = (q_BHK * k_BHK).sum(-1, keepdim=True) * v_BHV
     return (past_BHV + own_BHV) * powers(log_decay_H, query_ticks_B).T[..., None]

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from fuxi_torchrec import FuXiLinearConfig, FuXiLinearEncoder
+from fuxi_torchrec.modules import checks
 from fuxi_torchrec.modules.tests.batches import make_batch, make_encoder
 from fuxi_torchrec.modules.tests.reference import GOLDENS
 
@@ -28,6 +29,10 @@ BASE = {"dim": 16, "num_layers": 1, "num_heads": 2, "max_positions": 8, "tempora
             "temporal_periods must be positive integers below 2^62, not 9223372036854775808",
         ),
         ({"temporal_periods": 5}, "temporal_periods must be a sequence of integers, not 5"),
+        (
+            {"temporal_periods": (60, 0), "use_temporal": False},
+            "temporal_periods must be positive integers below 2^62, not 0",
+        ),
         ({"dropout": "a"}, "dropout must be at least 0 and below 1, not 'a'"),
         ({"kernel_dim": 5}, "kernel_dim = 5 must be even"),
         ({"ffn_dim": -1}, "ffn_dim must be a positive integer, not -1"),
@@ -67,6 +72,7 @@ def change(name, value):
             change("timestamps", torch.tensor([1, 2, -(2**63), 4, 5])),
             "timestamps must be within 2^62 of 0, not -9223372036854775808 to 5: is a time missing?",
         ),
+        (change("timestamps", torch.tensor([1, 2, 3, -(2**62), 5])), "timestamps must be within 2^62 of 0, not -46"),
         (
             change("timestamps", torch.tensor([0, 17 * 10**17, 0, -(10**18), 4 * 10**18])),
             "timestamps of user 1 go forth and back by more than 2^62 in all",
@@ -106,6 +112,15 @@ def test_values_are_not_looked_at_when_validation_is_off():
     [
         (torch.zeros(3, dtype=torch.int64), "request_timestamps must be of shape (2,), not (3,)"),
         (torch.zeros(2), "request_timestamps must be int64, not torch.float32"),
+        (
+            torch.tensor([5, -(2**63)]),
+            "request_timestamps must be within 2^62 of 0, not -9223372036854775808 to 5: is a time missing?",
+        ),
+        (
+            torch.tensor([2**63 - 1, 7]),
+            "request_timestamps must be within 2^62 of 0, not 7 to 9223372036854775807: is a time missing?",
+        ),
+        (torch.tensor([2**62, 7]), "request_timestamps must be within 2^62 of 0, not 7 to 4611686018427387904"),
     ],
 )
 def test_request_times(request_timestamps, message):
@@ -114,6 +129,34 @@ def test_request_times(request_timestamps, message):
         encoder(batch.x, batch.offsets, batch.timestamps, request_timestamps)
     with pytest.raises(ValueError, match=re.escape(message)):
         encoder.query(encoder.init_state(2), request_timestamps)
+
+
+def test_a_request_so_late_that_the_clock_would_wrap():
+    encoder, batch = make_encoder(), make_batch([0, 3])
+    times, late = torch.tensor([0, 2**61, -(2**61)]), torch.tensor([0, 2**62 - 1])
+    with pytest.raises(ValueError, match=re.escape("timestamps of user 1 go forth and back by more than 2^62 in all")):
+        encoder(batch.x, batch.offsets, times, late)
+    assert torch.isfinite(encoder(batch.x, batch.offsets, times, late * 0)).all()
+
+
+def test_request_times_are_not_looked_at_when_validation_is_off_or_a_program_is_exported():
+    encoder, batch = make_encoder(), make_batch([3, 2])
+    missing = torch.full((2,), -(2**63))
+    assert encoder(*batch.inputs[:3], missing, validate=False).shape == (5, 16)
+    state = encoder.append(encoder.init_state(2), *batch.inputs[:3])
+    assert encoder.query(state, missing, validate=False).shape == (2, 16)
+
+    class Query(torch.nn.Module):
+        def forward(self, times):
+            return encoder.query(state, times)
+
+    program = torch.export.export(Query(), (batch.request,), strict=False)
+    torch.testing.assert_close(program.module()(batch.request), encoder.query(state, batch.request))
+
+
+def test_devices_without_float64():
+    with pytest.raises(ValueError, match="the encoder is on mps, which has no float64"):
+        checks.precision(torch.device("mps"))
 
 
 def test_forms_users_and_modes():

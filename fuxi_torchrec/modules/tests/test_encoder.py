@@ -6,11 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuxi_torchrec import FuXiLinearConfig, FuXiLinearEncoder, geometric_periods
 from fuxi_torchrec.modules import encoder as encoder_module
+from fuxi_torchrec.modules import sequences as sequences_module
+from fuxi_torchrec.modules.channels import Channel
 from fuxi_torchrec.modules.sequences import Sequences
 from fuxi_torchrec.modules.tests.batches import CHUNK, make_batch, make_encoder
+from fuxi_torchrec.modules.tiles import tiles
 
 LENGTHS = st.lists(
     st.sampled_from([0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 3 * CHUNK + 2]), min_size=1, max_size=5
@@ -63,6 +67,33 @@ def test_ablations_agree_in_all_forms_and_in_serving(preset, ablation):
     state = encoder.append(encoder.init_state(4), batch.x, batch.offsets, batch.timestamps)
     last = wanted[0][batch.offsets[[1, 3, 4]] - 1]
     torch.testing.assert_close(encoder.query(state, batch.request)[[0, 2, 3]], last, rtol=0, atol=1e-10)
+
+
+def test_periods_of_a_temporal_channel_that_is_off_cost_nothing(monkeypatch):
+    encoder, batch = make_encoder(use_temporal=False, temporal_periods=(7, 60, 3600)), make_batch([6, 0, 1])
+    monkeypatch.setattr(sequences_module, "phase_vectors", lambda *_: pytest.fail("nobody asks for phases"))
+    y = encoder(*batch.inputs)
+    state = encoder.append(encoder.init_state(3), *batch.inputs[:3])
+    torch.testing.assert_close(encoder.query(state, batch.request)[[0, 2]], y[[5, 6]], rtol=0, atol=1e-12)
+
+
+def test_second_derivatives_are_those_of_the_parallel_form_or_refused():
+    encoder, batch = make_encoder(num_layers=1), make_batch([6])
+    x = batch.x.requires_grad_()
+
+    def slope(x, form="parallel"):
+        return torch.autograd.grad(encoder(x, *batch.inputs[1:], form=form).square().sum(), x, create_graph=True)[0]
+
+    (second,) = torch.autograd.grad(slope(x).sum(), x)
+    step = 1e-6 * torch.ones_like(batch.x)
+    torch.testing.assert_close(second, (slope(x + step) - slope(x - step)).detach() / 2e-6, rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match='the chunkwise form has no second derivatives: use form="parallel"'):
+        slope(x, "chunkwise")
+
+
+def test_a_channel_without_all_methods_cannot_be_made():
+    with pytest.raises(TypeError, match="abstract"):
+        Channel()
 
 
 def test_without_phases_the_temporal_channel_only_decays():
@@ -140,6 +171,16 @@ def test_tiles_and_checkpointing_change_nothing(checkpointing, lengths, seed, ti
             torch.testing.assert_close(encoder(*batch.inputs), wanted[0].detach(), rtol=0, atol=1e-11)
 
 
+def test_short_histories_are_not_cut_by_tiles():
+    """The users beside one that goes on would have states to start from, and the backward pass would keep them."""
+    offsets = list(range(0, 301, 3))
+    for size in (12, 16, 100):
+        cut = list(tiles(offsets, size))
+        assert not any(tile.cut or tile.goes_on for tile in cut)
+        assert sum(tile.offsets[-1] for tile in cut) == 300
+        assert max(tile.offsets[-1] for tile in cut) <= size
+
+
 def test_dropout_acts_in_training_only():
     encoder, batch = make_encoder(dropout=0.5), make_batch([7])
     y = encoder(*batch.inputs)
@@ -187,6 +228,42 @@ def test_float32_stays_close_to_float64(scale):
     exact = exact.detach()
     single = encoder.float()(batch.x.float(), *batch.inputs[1:])
     torch.testing.assert_close(single.double(), exact, rtol=0, atol=1e-5 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("form", ["chunkwise", "recurrent"])
+@pytest.mark.parametrize("gap", [60, 100])
+def test_even_gaps_do_not_drift_in_float32(form, gap):
+    """Every step multiplies by the same rounded factor: in a float32 state that error would grow with the steps."""
+    events = 12_000
+    encoder = make_encoder(temporal_periods=(3_600, 2_592_000), temporal_chunk=16)
+    channel = encoder.layers[0].temporal
+    with torch.no_grad():
+        channel.decay.fill_(8.0)
+    times = 1_700_000_000 + gap * torch.arange(events + 1)
+    rows = make_batch([events]).x + 0.3
+
+    def run(rows, form):
+        sequences = Sequences(encoder.config, [0, events], times[:-1], times[-1:], rows.dtype)
+        with torch.no_grad():
+            return channel.to(rows.dtype)(rows, sequences, form)[0].double()
+
+    exact = run(rows, "chunkwise")
+    torch.testing.assert_close(run(rows.float(), form), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
+
+
+class NoFloatCumsum(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func is not torch.ops.aten.cumsum.default or not args[0].is_floating_point(), "not deterministic on CUDA"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_nothing_is_used_that_deterministic_mode_refuses_on_gpus(preset):
+    encoder, batch = make_encoder(preset=preset), make_batch([5, 0, 9])
+    with NoFloatCumsum():
+        encoder(*batch.inputs, validate=False).sum().backward()
+        state = encoder.append(encoder.init_state(3), *batch.inputs[:3], validate=False)
+        encoder.query(state, batch.request)
 
 
 def count(config):
@@ -250,6 +327,7 @@ def test_times_decays_and_states_stay_float32_under_autocast():
     """In a process of its own: without the variable, bf16 products kill it on CPUs that promise more than they have."""
     code = """
 import torch
+from fuxi_torchrec.modules.sequences import Sequences
 from fuxi_torchrec.modules.tests.batches import make_batch, make_encoder
 encoder = make_encoder(torch.float32, retention_chunk=64, positional_chunk=64, temporal_chunk=16)
 batch = make_batch([50, 3], dtype=torch.float32, start=1_700_000_000)
@@ -267,12 +345,26 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     x, times = batch.x.detach(), batch.timestamps
     state = encoder.append(encoder.init_state(2), x, batch.offsets, times)
     state = encoder.append(state, x[:2], torch.tensor([0, 1, 2]), times[-2:] + 10**6)
-    encoder.query(state, batch.request)
+    found = encoder.query(state, batch.request)
+    # from the same columns a channel reads one event as it reads many
+    step = encoder._step(state, batch.request)
+    one = (encoder.config, [0, 1, 2], state.pending_time, batch.request, torch.float32, step.position_B)
+    for block, memory in zip(encoder.layers, state.memory):
+        for name, channel in block.channels.items():
+            rows = torch.randn(2, channel.columns).bfloat16()
+            many, _ = channel(rows, Sequences(*one), "chunkwise", memory[name], True)
+            torch.testing.assert_close(channel.read(rows, step, memory[name]), many, rtol=1e-4, atol=1e-4)
+    whole = [torch.cat((x[:50], x[:1], x[50:], x[1:2])), torch.tensor([0, 51, 55])]
+    later = times[-2:] + 10**6
+    whole += [torch.cat((times[:50], later[:1], times[50:], later[1:])), batch.request]
+    wanted = encoder(*whole)[[50, 54]]
 assert set(states) == {torch.float32}, states
 assert {x.dtype for block in state.memory for x in block.values()} == {torch.float32, torch.float64}
 assert torch.isfinite(batch.x.grad).all()
 error = float((y.float() - exact).norm() / exact.norm())
 assert error < 0.02, error
+error = float((found - wanted).norm() / wanted.norm())
+assert error < 5e-3, error
 """
     environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=110)

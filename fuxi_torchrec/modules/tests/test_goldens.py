@@ -142,7 +142,7 @@ def channels():
     return load("channels_f64")
 
 
-def channel_setup(golden, dtype, form):
+def channel_setup(golden, dtype):
     config = FuXiLinearConfig(
         dim=32, num_layers=1, num_heads=4, max_positions=160, kernel_dim=16, temporal_periods=PERIODS, preset="official"
     )
@@ -168,7 +168,7 @@ def check_channel(golden, dtype, y, prefix, inputs):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_retention_channel_alone(channels, dtype, form):
-    config, sequences = channel_setup(channels, dtype, form)
+    config, sequences = channel_setup(channels, dtype)
     channel = RetentionChannel(config).to(dtype)
     channel.decay.data.copy_(channels["ret.gamma_raw"])
     torch.testing.assert_close(channel.log_decay().exp().double(), channels["ret.decay_per_head"], rtol=0, atol=1e-6)
@@ -181,7 +181,7 @@ def test_the_retention_channel_alone(channels, dtype, form):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_positional_channel_alone(channels, dtype, form):
-    config, sequences = channel_setup(channels, dtype, form)
+    config, sequences = channel_setup(channels, dtype)
     channel = PositionalChannel(config).to(dtype)
     channel.kernel.data.copy_(channels["pos.E_p"])
     channel.alpha.data.copy_(channels["pos.alpha"][0])
@@ -195,7 +195,7 @@ def test_the_positional_channel_alone(channels, dtype, form):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_temporal_channel_alone(channels, dtype, form):
-    config, sequences = channel_setup(channels, dtype, form)
+    config, sequences = channel_setup(channels, dtype)
     channel = TemporalChannel(config).to(dtype)
     channel.decay.data.copy_(channels["tmp.gamma_raw"])
     channel.alpha.data.copy_(channels["tmp.alpha"])
