@@ -392,9 +392,9 @@ def failing_export(run_dir, output):
 
 
 def test_the_program_runs_under_torchrun(trained, tmp_path):
-    run = [Path(sys.executable).parent / "torchrun", "--nproc-per-node=2", "-m", "pipelines.export"]
+    run = [Path(sys.executable).parent / "torchrun", "--standalone", "--nproc-per-node=2", "-m", "pipelines.export"]
     options = ["--run-dir", trained, "--output", tmp_path / "out", "--no-programs", "--state-min-events", "10"]
-    done = subprocess.run([*run, *options], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([*run, *options], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "states of" in done.stderr and "KiB each" in done.stderr
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
