@@ -22,7 +22,7 @@ def commands(page):
     return found
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_commands_of_the_docs_run(tmp_path):
     for name in ("configs", "fuxi_torchrec", "pipelines", ".torchxconfig"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -36,7 +36,7 @@ def test_the_commands_of_the_docs_run(tmp_path):
                 env={**os.environ, "PATH": path},
                 capture_output=True,
                 text=True,
-                timeout=300,
+                timeout=600,
                 check=False,
             )
             assert done.returncode == 0, f"{page}: {command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fuxi_torchrec.distributed import World, failing_together, process_group
+from fuxi_torchrec.distributed import World, failing_together, leave, process_group
 from fuxi_torchrec.logging import get_logger, setup_logging
 
 
@@ -93,4 +93,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main() or 0)

@@ -6,13 +6,12 @@ docs/retrieval.md describes the files.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fuxi_torchrec.distributed import failing_together
+from fuxi_torchrec.distributed import failing_together, leave
 from fuxi_torchrec.logging import get_logger, setup_logging
 from pipelines.evaluate import add_run_options, group_of
 
@@ -76,4 +75,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main() or 0)

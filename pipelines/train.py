@@ -6,17 +6,13 @@ A run directory that exists is resumed. ``python -m fuxi_torchrec.config`` lists
 """
 
 import argparse
-import atexit
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.distributed import process_group
+from fuxi_torchrec.distributed import leave, process_group
 from fuxi_torchrec.logging import get_logger, setup_logging
 
 
@@ -58,14 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.run_dir,
         )
     return 0
-
-
-def leave(code: int) -> NoReturn:
-    """End at once: Python takes seconds to tear TorchRec's modules down, and a job that is asked to stop has ten."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,6 @@
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -123,3 +126,19 @@ def failing():
     with pytest.raises((ValueError, RuntimeError)) as caught:
         distributed.on_first(here(), "working", lambda: int("broken"))
     return str(caught.value)
+
+
+AT_EXIT = """
+import atexit, ctypes, sys
+from fuxi_torchrec.distributed import leave
+libc = ctypes.CDLL(None)
+libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)  # a native library whose end goes wrong
+atexit.register(print, "python's own")
+{how}(3)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("leave", 3), ("sys.exit", -signal.SIGABRT)])
+def test_a_job_that_is_done_ends_as_such_whatever_native_libraries_do(how, code):
+    done = subprocess.run([sys.executable, "-c", AT_EXIT.format(how=how)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "python's own\n")
