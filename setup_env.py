@@ -89,29 +89,37 @@ def make_venv(variant: str) -> None:
         stop("could not make .venv; the reason stands above. Mend it and run make setup again.")
 
 
-def pip_install(*arguments: str) -> None:
-    """Run pip in .venv; PIP_INDEX_URL and its other variables reach it through the environment."""
-    command = [str(VENV_PYTHON), "-m", "pip", "install", "--no-warn-conflicts", *arguments]
-    if subprocess.run(command, cwd=ROOT).returncode:
-        stop(
-            "pip could not install the stack; its own message stands above. If no index is in reach, set PIP_INDEX_URL "
-            "or PIP_FIND_LINKS to one that holds the packages. Then run make setup again: it goes "
-            "on where it stopped."
-        )
+def pip_commands(variant: str, extras: "dict[str, list[str]]", cpu_torch: bool) -> "list[list[str]]":
+    """What pip installs, in this order. The pinned torch comes first and is named again with everything else: asked
+    for `torch>=…` alone, the resolver would fetch the newest torch with its CUDA packages, and throw it away."""
+    torch = next(need for need in extras["train-base"] if need.startswith("torch=="))
+    pinned = torch + "+cpu" if cpu_torch else torch
+    if variant == "cuda":
+        return [[torch], [torch, "--editable", ".[train,serve,dev]"]]
+    # TorchRec's metadata asks for the CUDA build of FBGEMM, so it comes without its dependencies.
+    torchrec = next(need for need in extras["train"] if need.startswith("torchrec=="))
+    return [[pinned], [pinned, "--editable", ".[train-cpu,serve,dev]"], ["--no-deps", torchrec]]
+
+
+def offers_cpu_torch(extras: "dict[str, list[str]]") -> bool:
+    """Whether an index or link within reach has torch's CPU build (the public index has the CUDA build on Linux)."""
+    torch = next(need for need in extras["train-base"] if need.startswith("torch=="))
+    return runs(VENV_PYTHON, "-m", "pip", "install", "--dry-run", "--no-deps", torch + "+cpu")
 
 
 def install(variant: str) -> None:
-    """The verified stack, then this project on top of it."""
+    """The verified stack, then this project on top of it; pip's own variables reach it through the environment."""
     import tomllib
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    if variant == "cpu":
-        # TorchRec's metadata asks for the CUDA build of FBGEMM, so it comes without its dependencies.
-        torchrec = next(need for need in extras["train"] if need.startswith("torchrec=="))
-        pip_install("--editable", ".[train-cpu,serve,dev]")
-        pip_install("--no-deps", torchrec)
-    else:
-        pip_install("--editable", ".[train,serve,dev]")
+    for arguments in pip_commands(variant, extras, variant == "cpu" and offers_cpu_torch(extras)):
+        command = [str(VENV_PYTHON), "-m", "pip", "install", "--no-warn-conflicts", *arguments]
+        if subprocess.run(command, cwd=ROOT).returncode:
+            stop(
+                "pip could not install the stack; its own message stands above. If no index is in reach, set "
+                "PIP_INDEX_URL or PIP_FIND_LINKS to one that holds the packages. Then run make setup again: it goes "
+                "on where it stopped."
+            )
 
 
 def say_torch_build() -> None:
