@@ -24,7 +24,6 @@ import pyarrow.parquet as pq
 
 from benchmarks import harness
 from benchmarks.harness import Aim
-from fuxi_torchrec.data import sources
 from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.dataset import Dataset, histogram
 from fuxi_torchrec.data.loader import Loader
@@ -33,8 +32,8 @@ from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan, Position
 from fuxi_torchrec.data.splits import LeaveOneOut
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
-from fuxi_torchrec.data.vocabulary import Vocabulary
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, encoding
+from fuxi_torchrec.events import sources
 
 MEMORY_LIMIT = "1GB"
 REPEATS = 5
@@ -131,7 +130,7 @@ def prepare_wide(log: str, output: str) -> dict[str, float]:
 def read_case(path: str, kind: str) -> dict[str, float]:
     """Training batches of one epoch, in one process; "small cache": of a tenth of the set, all its features."""
     dataset = Dataset.open(path)
-    plan = Plan(max_length=10_000, cut="windows", batch_tokens=65_536)
+    plan = Plan(max_length=10_000, truncation="windows", batch_events=65_536)
     reader = Reader(dataset)
     if kind == "small cache":
         reader = Reader(dataset, [side.name for side in dataset.info.sides])
@@ -154,7 +153,7 @@ def check(log: str, ours: str, theirs: str) -> None:
     items = [pq.read_table(f"{place}/items.parquet") for place in (ours, theirs)]
     assert items[0].equals(items[1].replace_schema_metadata(None))
     wanted = pd.read_parquet(log).sort_values(["user", "time"], kind="stable")["item"].to_numpy()
-    raw = Vocabulary.of(dataset).ids.to_numpy()[mine["item"].combine_chunks().flatten().to_numpy() - 1]
+    raw = dataset.vocabulary().ids.to_numpy()[mine["item"].combine_chunks().flatten().to_numpy() - 1]
     assert np.array_equal(raw, wanted)
     print("results checked")
 

@@ -36,7 +36,7 @@ EVERY = 5  # steps a checkpoint
 STEPS_A_KILL = 15
 SETTINGS = [
     *("model.dim=16", "model.num_layers=2", "model.num_heads=2", "model.max_positions=128"),
-    *("model.temporal_periods=[3600,86400,604800,31536000]", "batch.tokens=4096", "batch.max_length=256"),
+    *("model.temporal_periods=[3600,86400,604800,31536000]", "batch.events=4096", "batch.max_length=256"),
     # with 1e-3, rounding that differs between numbers of processes grows to 1e-3 of the loss within 200 steps, also in
     # runs that nobody disturbs, and what a fault changes could not be told from it
     *("loss.num_negatives=128", "optimizer.lr=1e-4", "train.epochs=1000", f"checkpoint.every_steps={EVERY}"),

@@ -30,7 +30,7 @@ def settings(dim: int, layers: int, events: int, processes: int = 1, *more: str)
     """A run in which every process trains one history of so many events a step."""
     return [
         *(f"model.dim={dim}", f"model.num_layers={layers}", "model.num_heads=4", f"model.max_positions={events}"),
-        *(PERIODS, f"batch.max_length={events}", f"batch.tokens={events * processes}", f"batch.streams={processes}"),
+        *(PERIODS, f"batch.max_length={events}", f"batch.events={events * processes}", f"batch.streams={processes}"),
         *("loss.negatives=shared", "loss.num_negatives=1024", "train.max_steps=3", *QUIET, *more),
     ]
 

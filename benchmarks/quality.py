@@ -72,8 +72,8 @@ def quality(scratch: Path, seeds: Sequence[int]) -> tuple[str, list[Aim], Any]:
 
 def train_and_evaluate(run_dir: Path, settings: list[str]) -> tuple[dict[str, Any], float]:
     """The test metrics of a run's best checkpoint, and how long training took."""
-    from fuxi_torchrec.retrieval.evaluate import evaluate
-    from fuxi_torchrec.retrieval.loading import load
+    from fuxi_torchrec.evaluation.evaluate import evaluate
+    from fuxi_torchrec.evaluation.loading import load
 
     torch.set_num_threads(1)
     trainer = make_trainer(run_dir, [*settings, "logging.tensorboard=false"], CONFIG)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.rows import ROWS, Row
-from fuxi_torchrec.retrieval.baselines import NAMES
+from fuxi_torchrec.evaluation.baselines import NAMES
 
 Found = dict[str, Any]  # what one run's file holds
 RANKED = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")

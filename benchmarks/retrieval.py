@@ -31,7 +31,7 @@ USERS = 512  # ranked at once, on all processes together
 SETTINGS = [
     *(f"model.dim={DIM}", "model.num_layers=2", "model.num_heads=2", "model.max_positions=512"),
     "model.temporal_periods=[3600, 86400, 604800, 31536000]",
-    *("optimizer.kind=rowwise_adagrad", "train.max_steps=1", "batch.tokens=4096", "batch.max_length=512"),
+    *("optimizer.kind=rowwise_adagrad", "train.max_steps=1", "batch.events=4096", "batch.max_length=512"),
     *("logging.tensorboard=false", "validation.every_epochs=null", "logging.level=warning", "loss.num_negatives=512"),
 ]
 
@@ -91,7 +91,7 @@ def load(run_dir: Path) -> Any:
     import torch.distributed as dist
 
     from fuxi_torchrec.distributed import World
-    from fuxi_torchrec.retrieval import loading
+    from fuxi_torchrec.evaluation import loading
 
     size = dist.get_world_size()
     return loading.load(run_dir, World(dist.get_rank(), size, dist.get_rank(), torch.device("cpu"), size))
@@ -137,13 +137,13 @@ def scored(run_dir: Path) -> dict[str, float]:
     import torch.distributed as dist
 
     from fuxi_torchrec.embeddings.sharding import local_parts
-    from fuxi_torchrec.retrieval import loading  # noqa: F401  # before anything is measured
-    from fuxi_torchrec.training.ranking import Catalogue, Queries
+    from fuxi_torchrec.evaluation import loading  # noqa: F401  # before anything is measured
+    from fuxi_torchrec.evaluation.ranking import Catalogue, Queries
 
     before = harness.resident_bytes()
     run = load(run_dir)
     ids = torch.from_numpy(run.items.ids)
-    catalogue = Catalogue(run.module.items, ids, DIM, "l2", run.world)
+    catalogue = Catalogue(run.module.items, ids, DIM, "cosine", run.world)
     gc.collect()
     taken = harness.resident_bytes() - before
     tables = sum(part.tensor.nbytes for part in local_parts(run.model)) + catalogue.rows_ND.nbytes
@@ -209,8 +209,8 @@ def export(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
 
 def exported(run_dir: Path, output: Path, exact_items: int) -> dict[str, Any]:
     """An export and its peak memory."""
-    from fuxi_torchrec.retrieval.export import export as run_it
-    from fuxi_torchrec.retrieval.export_job import ExportOptions
+    from fuxi_torchrec.export.export import export as run_it
+    from fuxi_torchrec.export.job import ExportOptions
 
     run = load(run_dir)
     gc.collect()

@@ -96,7 +96,12 @@ ROWS: list[Row] = [
         for cut in ("windows", "recent")
         for events in (1024, 16384)
         for row in seeds(
-            f"gitlog-{cut}-{events}", "gitlog", "gitlog", f"{cut}, {events:,}", f"batch.cut={cut}", *length(events)
+            f"gitlog-{cut}-{events}",
+            "gitlog",
+            "gitlog",
+            f"{cut}, {events:,}",
+            f"batch.truncation={cut}",
+            *length(events),
         )
     ),
     *(

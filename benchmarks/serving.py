@@ -25,13 +25,13 @@ import torch
 
 from benchmarks import harness
 from benchmarks.harness import Aim
-from fuxi_torchrec.serving.bundle import Bundle
-from fuxi_torchrec.serving.demo import START, DemoExport, write_demo_export
+from fuxi_torchrec.events.histories import Histories, bounds_of
+from fuxi_torchrec.export.bundle import Bundle
+from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
 from fuxi_torchrec.serving.encoding import UserModel
-from fuxi_torchrec.serving.histories import Histories, bounds_of
 from fuxi_torchrec.serving.recommender import Recommender
-from fuxi_torchrec.serving.refresh import refresh as run_refresh
-from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
+from fuxi_torchrec.serving.refresh.refresh import refresh as run_refresh
+from fuxi_torchrec.serving.tests.random_export import START, DemoExport, write_demo_export
 
 MODEL = {
     "dim": 128,

@@ -39,7 +39,7 @@ LONG = SyntheticConfig(users=512, items=20_000, groups=20, median_length=300, le
 LONG_SETTINGS = [
     *("model.dim=128", "model.num_layers=4", "model.num_heads=4", "model.max_positions=16384"),
     "model.temporal_periods=[3600, 14400, 86400, 604800, 2592000, 7776000, 31536000, 126144000]",
-    *("batch.tokens=32768", "batch.max_length=16384", "loss.negatives=shared", "loss.num_negatives=1024"),
+    *("batch.events=32768", "batch.max_length=16384", "loss.negatives=shared", "loss.num_negatives=1024"),
 ]
 QUIET = [
     *("logging.tensorboard=false", "validation.every_epochs=null", "checkpoint.every_steps=null"),
@@ -238,9 +238,9 @@ class LossStep:
         self.outputs.grad = None
 
     def _plain(self, rows_UD: Tensor, given: Any) -> Tensor:
-        from fuxi_torchrec.training.loss import scaled_items, scaled_queries
+        from fuxi_torchrec.tasks.softmax import scaled_items, scaled_queries
 
-        queries_PD, rows_UD = scaled_queries(self.outputs, "l2", 0.05), scaled_items(rows_UD, "l2")
+        queries_PD, rows_UD = scaled_queries(self.outputs, "cosine", 0.05), scaled_items(rows_UD, "cosine")
         positive_P = (queries_PD * rows_UD[given.target_rows]).sum(1)
         negative_PK = torch.einsum("pd,pkd->pk", queries_PD, rows_UD[given.candidate_rows])
         own_PK = given.candidate_rows == given.target_rows.unsqueeze(1)
@@ -267,7 +267,7 @@ def _batch(items: int, events: int) -> Any:
 def scaling(scratch: Path) -> tuple[str, list[Aim], Any]:
     """Events per second of one and of two processes of one thread."""
     same = [setting for setting in MOVIES_SETTINGS if not setting.startswith("batch.users")]
-    run = [dataset(scratch, "movies", MOVIES), *same, "batch.tokens=16384", *QUIET]
+    run = [dataset(scratch, "movies", MOVIES), *same, "batch.events=16384", *QUIET]
     speeds: dict[int, list[float]] = {1: [], 2: []}
     groups = {n: WorkerGroup(n, timeout_seconds=900) for n in speeds}
     for turn in range(5):
@@ -310,7 +310,7 @@ def speed(run_dir: Path, settings: list[str], steps: int) -> float:
 def memory(scratch: Path) -> tuple[str, list[Aim], Any]:
     """Peak memory of a process that trains a history of 16,384 events."""
     config = SyntheticConfig(users=24, items=20_000, median_length=16_400, length_sigma=0.0, max_length=16_400)
-    run = [dataset(scratch, "longest", config), *LONG_SETTINGS, *QUIET, "batch.tokens=16384", "train.max_steps=3"]
+    run = [dataset(scratch, "longest", config), *LONG_SETTINGS, *QUIET, "batch.events=16384", "train.max_steps=3"]
     run += ["batch.streams=1"]
     rows, raw = [], {}
     for checkpointing in (False, True):

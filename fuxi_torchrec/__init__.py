@@ -7,17 +7,17 @@ so that the doctor can run where torch is missing or broken.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fuxi_torchrec.modules.config import FuXiLinearConfig, geometric_periods
-    from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
-    from fuxi_torchrec.modules.state import EncoderState
+    from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig, geometric_periods
+    from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+    from fuxi_torchrec.encoders.state import EncoderState
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "EncoderState": "fuxi_torchrec.modules.state",
-    "FuXiLinearConfig": "fuxi_torchrec.modules.config",
-    "FuXiLinearEncoder": "fuxi_torchrec.modules.encoder",
-    "geometric_periods": "fuxi_torchrec.modules.config",
+    "EncoderState": "fuxi_torchrec.encoders.state",
+    "FuXiLinearConfig": "fuxi_torchrec.encoders.fuxi_linear.config",
+    "FuXiLinearEncoder": "fuxi_torchrec.encoders.fuxi_linear.encoder",
+    "geometric_periods": "fuxi_torchrec.encoders.fuxi_linear.config",
 }
 
 __all__ = ["EncoderState", "FuXiLinearConfig", "FuXiLinearEncoder", "__version__", "geometric_periods"]

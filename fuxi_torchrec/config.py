@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
-from fuxi_torchrec.modules.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 
 
 def _key(default: Any, help: str, operational: bool = False) -> Any:
@@ -41,7 +41,7 @@ class DataConfig:
     min_item_events: int = _key(1, "items with fewer training events are unknown: index 0")
     oov_rate: float = _key(0.01, "share of input items replaced by index 0 in training, so that its row is trained")
     on_bad_rows: Literal["error", "skip"] = _operational("error", "bad users: stop, or leave them out and count them")
-    workers: int = _operational(0, "processes that read ahead, per rank")
+    num_workers: int = _operational(0, "processes that read ahead, per rank")
     cache_mib: int = _operational(512, "decoded blocks that a rank keeps; its reading processes share it")
 
     def __post_init__(self) -> None:
@@ -53,27 +53,27 @@ class DataConfig:
             raise ValueError("fit_on_valid belongs to split leave_one_out; by_time: leave valid_from out instead")
         if not 0.0 <= self.oov_rate < 1.0:
             raise ValueError(f"oov_rate must be at least 0 and below 1, not {self.oov_rate}")
-        _check_least(self, min_item_events=1, workers=0, cache_mib=1)
+        _check_least(self, min_item_events=1, num_workers=0, cache_mib=1)
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """How histories become steps; the same on any number of processes."""
 
-    tokens: int | None = _key(None, "input events of a global batch, about; 16384 if users is not given either")
-    users: int | None = _key(None, "sequences of a global batch, in place of tokens")
+    events: int | None = _key(None, "input events of a global batch, about; 16384 if users is not given either")
+    users: int | None = _key(None, "sequences of a global batch, in place of events")
     max_length: int = _key(1024, "input events of a sequence, at most")
-    cut: Literal["recent", "windows"] = _key("recent", "longer histories: the last events, or windows of max_length")
+    truncation: Literal["recent", "windows"] = _key("recent", "of longer histories: the last events, or windows")
     streams: int = _key(16, "the dataset is read in so many streams; at least as many as processes")
     shuffle_blocks: int = _key(8, "row groups whose users are mixed with each other")
-    max_tokens_per_rank: int | None = _operational(
+    max_events_per_rank: int | None = _operational(
         None, "a process's share of a batch is trained in parts of so many events at most (adamw); null: at once"
     )
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and self.users is not None:
-            raise ValueError("give tokens or users, not both")
-        _check_least(self, tokens=1, users=1, max_length=1, streams=1, shuffle_blocks=1, max_tokens_per_rank=1)
+        if self.events is not None and self.users is not None:
+            raise ValueError("give events or users, not both")
+        _check_least(self, events=1, users=1, max_length=1, streams=1, shuffle_blocks=1, max_events_per_rank=1)
 
 
 Sharding = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
@@ -110,7 +110,7 @@ class LossConfig:
         "shared", "one pool a step; per position; all items; or this process's targets with logQ"
     )
     num_negatives: int = _key(1024, "shared: of the pool; uniform: of each position")
-    metric: Literal["l2", "dot"] = _key("l2", "score: cosine, or product")
+    similarity: Literal["cosine", "dot"] = _key("cosine", "of queries and items, over the temperature")
     temperature: float = _key(0.05, "divides the scores")
     weighting: Literal["position", "user", "sqrt"] = _key(
         "position", "a sequence of n targets weighs n, 1, or the root of n"
@@ -139,9 +139,9 @@ class OptimizerConfig:
     weight_decay: float = _key(0.0, "decoupled, on the encoder's matrices; never on tables")
     clip_norm: float | None = _key(None, "largest norm of all gradients together; null does not clip")
     warmup_steps: int = _key(0, "the learning rates rise linearly over so many steps")
-    decay: Literal["constant", "linear", "cosine"] = _key("constant", "what they do afterwards")
+    lr_schedule: Literal["constant", "linear", "cosine"] = _key("constant", "how they decay afterwards")
     decay_steps: int | None = _key(None, "until this step; null: the end of training as planned at the first start")
-    final_lr: float = _key(0.0, "share of the learning rate left at the end of the decay")
+    min_lr_factor: float = _key(0.0, "factor of the learning rate left at the end of the schedule")
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "clip_norm", "table_lr", "scalar_lr"):
@@ -150,8 +150,8 @@ class OptimizerConfig:
                 raise ValueError(f"{name} must be positive, not {value}")
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
-        if not 0.0 <= self.final_lr <= 1.0:
-            raise ValueError(f"final_lr is a share between 0 and 1, not {self.final_lr}")
+        if not 0.0 <= self.min_lr_factor <= 1.0:
+            raise ValueError(f"min_lr_factor is a share between 0 and 1, not {self.min_lr_factor}")
         if not 0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay must be a number, not negative, but is {self.weight_decay}")
         if self.kind == "rowwise_adagrad" and self.clip_norm is not None:
@@ -199,7 +199,7 @@ class CheckpointConfig:
 
     every_steps: int | None = _operational(500, "also at the end of training; null: only then")
     keep_last: int = _operational(2, "older ones are removed, the best one stays")
-    background: bool = _operational(True, "copy, go on training, and write meanwhile")
+    async_save: bool = _operational(True, "copy, go on training, and write meanwhile")
 
     def __post_init__(self) -> None:
         _check_least(self, every_steps=1, keep_last=1)
@@ -258,10 +258,10 @@ class Config:
         shardings = {"tables.sharding": self.tables.sharding}
         shardings |= {f"tables.sides.{name}.sharding": side.sharding for name, side in self.tables.sides.items()}
         if self.optimizer.kind == "rowwise_adagrad":
-            if self.batch.max_tokens_per_rank is not None:
+            if self.batch.max_events_per_rank is not None:
                 raise ValueError(
-                    "batch.max_tokens_per_rank accumulates gradients over parts of a batch, and optimizer.kind "
-                    "rowwise_adagrad updates the tables in every backward pass: lower batch.tokens, or take adamw"
+                    "batch.max_events_per_rank accumulates gradients over parts of a batch, and optimizer.kind "
+                    "rowwise_adagrad updates the tables in every backward pass: lower batch.events, or take adamw"
                 )
             for key, sharding in shardings.items():
                 if sharding == "column_wise":

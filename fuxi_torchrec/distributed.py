@@ -85,7 +85,7 @@ def process_group(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, device_type:
         dist.destroy_process_group()
 
 
-def leave(code: int) -> NoReturn:
+def exit_now(code: int) -> NoReturn:
     """End this process at once, without the destructors of native libraries.
 
     They take seconds where TorchRec's modules are torn down, and a job that is asked to stop has ten; and now and then
@@ -130,10 +130,10 @@ def check_same(what: str, value: str) -> None:
         )
 
 
-def of_rank_0(what: str, find: Callable[[], T]) -> T:
+def broadcast_from_rank_0(what: str, find: Callable[[], T]) -> T:
     """What rank 0 finds, on every rank: shared file systems may show others an older state. A collective."""
     found: list[T | None] = [None]
-    with failing_together(what):
+    with raise_on_all_ranks(what):
         if dist.get_rank() == 0:
             found = [find()]
     dist.broadcast_object_list(found, 0)
@@ -141,7 +141,7 @@ def of_rank_0(what: str, find: Callable[[], T]) -> T:
 
 
 @contextmanager
-def failing_together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run a local step that may fail on one rank only, and raise on every rank if it failed on any.
 
     The body must not contain a collective. The rank that failed raises its own error; all others raise a
@@ -172,7 +172,7 @@ def failing_together(what: str, group: dist.ProcessGroup | None = None) -> Itera
         raise PeerError(f"{what} failed on {len(failed)} of {len(reports)} ranks: {lines}")
 
 
-def on_first(world: World, what: str, work: Callable[[], T]) -> T | None:
+def run_on_rank_0(world: World, what: str, work: Callable[[], T]) -> T | None:
     """Let process 0 do something however long it takes: the others wait as long as it lives. None on the others.
 
     It works in a thread, and says now and then that it still does, so that no collective meets its timeout.
@@ -195,7 +195,7 @@ def on_first(world: World, what: str, work: Callable[[], T]) -> T | None:
             thread.join(_HEARTBEAT_SECONDS)
             working.fill_(float(thread.is_alive()))
         dist.broadcast(working, 0)
-    with failing_together(what):
+    with raise_on_all_ranks(what):
         if failed:
             raise failed[0]
     return done[0] if done else None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fuxi_torchrec.distributed import leave
+from fuxi_torchrec.distributed import exit_now
 from pipelines import train
 
 LONGEST = 90.0  # seconds: a test that failed leaves nothing behind
@@ -62,4 +62,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main() or 0)
+    exit_now(main() or 0)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.distributed import failing_together, process_group
+from fuxi_torchrec.distributed import process_group, raise_on_all_ranks
 from fuxi_torchrec.logging import get_logger, setup_logging
 
 
@@ -26,7 +26,7 @@ def main() -> None:
     setup_logging(config.logging.level)
     with process_group(config.distributed.timeout_seconds, device_type="cpu") as world:
         try:
-            with failing_together("the check"):
+            with raise_on_all_ranks("the check"):
                 if world.rank == args.fail:
                     raise ValueError(f"rank {world.rank} was told to fail")
         except Exception as error:

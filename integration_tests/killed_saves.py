@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from fuxi_torchrec.training import checkpoint
+from fuxi_torchrec.training.checkpoint import store as checkpoint
 from integration_tests import runs
 
 EVERY, STRUCK, STEPS = 3, 6, 8

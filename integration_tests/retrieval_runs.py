@@ -10,7 +10,7 @@ import torch
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
-from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
 from integration_tests import runs
 
 ITEMS, PATTERNS = 60, 17
@@ -46,7 +46,7 @@ def train(run_dir, settings, pattern=False):
 
 
 def load(run_dir, **options):
-    from fuxi_torchrec.retrieval import loading
+    from fuxi_torchrec.evaluation import loading
 
     return loading.load(run_dir, runs.here(), **options)
 
@@ -76,8 +76,8 @@ class Plain:
 
 
 def plain(run_dir, data, step=None):
+    from fuxi_torchrec.training.checkpoint.unshard import read_plain
     from fuxi_torchrec.training.run_directory import RunDirectory
-    from fuxi_torchrec.training.unshard import read_plain
 
     config = RunDirectory(run_dir).read_config()
     which = f"step-{step:09d}" if step else (Path(run_dir) / "checkpoints" / "latest").read_text().strip()
@@ -104,12 +104,12 @@ def vectors(run, users):
     torch.set_num_threads(1)  # tiny products: threads would only wait for each other
     found = run.encoder(rows, torch.cat([torch.zeros(1, dtype=torch.int64), ends]), times, asked)[ends - 1]
     torch.set_num_threads(threads)
-    return torch.nn.functional.normalize(found, dim=1) if run.config.loss.metric == "l2" else found
+    return torch.nn.functional.normalize(found, dim=1) if run.config.loss.similarity == "cosine" else found
 
 
 def candidates(run):
     rows = run.table
-    return torch.nn.functional.normalize(rows, dim=1) if run.config.loss.metric == "l2" else rows
+    return torch.nn.functional.normalize(rows, dim=1) if run.config.loss.similarity == "cosine" else rows
 
 
 def ranks(run, part, request_time, filter_seen):

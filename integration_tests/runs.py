@@ -15,7 +15,7 @@ from fuxi_torchrec.distributed import World
 
 # small enough for many runs, with every part in use
 SMALL = (
-    "batch.tokens=2048",
+    "batch.events=2048",
     "batch.max_length=256",
     "model.dim=32",
     "model.num_layers=2",

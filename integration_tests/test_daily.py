@@ -11,7 +11,7 @@ import pytest
 import yaml
 from torchx.runner import get_runner
 
-from fuxi_torchrec.serving.bundle import Bundle
+from fuxi_torchrec.export.bundle import Bundle
 from integration_tests.launches import descendants, strike, until
 from pipelines import synthesize
 from pipelines.daily import config as daily_config
@@ -25,7 +25,7 @@ CONFIG = {
     "train": {
         "config": "configs/demo.yaml",
         "settings": [
-            *("batch.tokens=1024", "batch.max_length=64", "model.dim=16", "model.num_layers=1"),
+            *("batch.events=1024", "batch.max_length=64", "model.dim=16", "model.num_layers=1"),
             *("model.max_positions=64", "optimizer.warmup_steps=2", "train.epochs=100", "train.max_steps=120"),
             *("validation.every_epochs=null", "checkpoint.every_steps=2", "logging.every_steps=1"),
             *("logging.tensorboard=false", "distributed.timeout_seconds=90"),

@@ -15,7 +15,7 @@ SHARDINGS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
 
 
 def evaluate(run_dir, splits=("test",), filters=(False, True), **options):
-    from fuxi_torchrec.retrieval.evaluate import evaluate as run_it
+    from fuxi_torchrec.evaluation.evaluate import evaluate as run_it
 
     run = small.load(run_dir, **options)
     return {(split, seen): run_it(run, split, filter_seen=seen) for split in splits for seen in filters}
@@ -31,7 +31,7 @@ def trained(workers, data, tmp_path_factory):
     """A run whose items are small integers with many equal rows, saved under each sharding."""
     place = tmp_path_factory.mktemp("runs")
     for sharding in SHARDINGS:
-        settings = [f"data.path={data}", f"tables.sharding={sharding}", "loss.metric=dot"]
+        settings = [f"data.path={data}", f"tables.sharding={sharding}", "loss.similarity=dot"]
         workers(2).run(small.train, place / sharding, settings, pattern=True)
     return place
 
@@ -82,7 +82,7 @@ def test_validation_targets_are_ranked_as_training_ranks_them(workers, trained, 
 
 
 def validated(run_dir, data, seen):
-    settings = [*small.SETTINGS, f"data.path={data}", "loss.metric=dot", "validation.every_epochs=1"]
+    settings = [*small.SETTINGS, f"data.path={data}", "loss.similarity=dot", "validation.every_epochs=1"]
     settings += [f"validation.filter_seen={str(seen).lower()}"]
     return runs.trainer(run_dir, settings)[0].validate()
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fuxi_torchrec.artifacts import OutputLock
 from fuxi_torchrec.data.dataset import Dataset
-from fuxi_torchrec.durable import OutputLock
-from fuxi_torchrec.serving.bundle import Bundle, scaled
+from fuxi_torchrec.export.bundle import Bundle, scaled
+from fuxi_torchrec.export.parts import read_histories, read_users
+from fuxi_torchrec.export.states import StateFile
 from fuxi_torchrec.serving.catalogue import side_values
 from fuxi_torchrec.serving.encoding import UserModel
-from fuxi_torchrec.serving.parts import read_histories, read_users
-from fuxi_torchrec.serving.states import StateFile
 from integration_tests import retrieval_runs as small
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts processes and trains
@@ -27,10 +27,10 @@ SIDE = ["tables.sides.action.pooling=sum", "tables.sides.action.sharding=row_wis
 
 
 def export(run_dir, output, load_options=None, **options):
-    from fuxi_torchrec.retrieval import export as exporting
-    from fuxi_torchrec.retrieval import export_users as users
-    from fuxi_torchrec.retrieval import loading
-    from fuxi_torchrec.retrieval.export_job import ExportOptions
+    from fuxi_torchrec.evaluation import loading
+    from fuxi_torchrec.export import export as exporting
+    from fuxi_torchrec.export import users
+    from fuxi_torchrec.export.job import ExportOptions
 
     run = small.load(run_dir, **(load_options or {}))
     options = {"state_min_events": 10, "programs": False, **options}
@@ -183,7 +183,7 @@ def test_tables_are_the_checkpoints(exports, trained, data):
     assert torch.equal(tables["side_action"], run.sides["side_action"])
     assert run.sides["side_action"].abs().sum() > 0
     _, vectors = columns(exports[4], "items", "index", "embedding")
-    assert np.array_equal(vectors, scaled(run.table[run.known], "l2").numpy().astype(np.float64))
+    assert np.array_equal(vectors, scaled(run.table[run.known], "cosine").numpy().astype(np.float64))
 
 
 def test_truncated_exports_are_as_if_made_then(workers, trained, data, tmp_path):
@@ -264,7 +264,7 @@ torch.save(found, sys.argv[3])
 
 
 def test_programs_run_without_this_package_and_give_the_eager_results(workers, trained, tmp_path):
-    from fuxi_torchrec.retrieval.programs import example, flat
+    from fuxi_torchrec.export.programs import example, flat
 
     workers(1).run(export, trained, tmp_path / "out", programs=True)
     bundle = Bundle.open(tmp_path / "out", verify="checksums")
@@ -279,7 +279,7 @@ def test_programs_run_without_this_package_and_give_the_eager_results(workers, t
         eager = encoder.append(state, rows, torch.arange(len(state) + 1), times)
         for ours, theirs in zip(flat(eager), after, strict=True):
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
-        expected = scaled(encoder.query(state, times + 60), bundle.manifest.metric)
+        expected = scaled(encoder.query(state, times + 60), bundle.manifest.similarity)
         assert torch.allclose(expected, vectors, rtol=0, atol=1e-6)
 
 
@@ -378,7 +378,7 @@ def test_a_failure_on_one_process_leaves_nothing(workers, trained, tmp_path):
 def failing_export(run_dir, output):
     import torch.distributed as dist
 
-    from fuxi_torchrec.retrieval import export_users as users
+    from fuxi_torchrec.export import users
 
     def broken(*_):
         raise OSError("disk on fire")

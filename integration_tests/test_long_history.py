@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from fuxi_torchrec.modules.tests.batches import make_batch, make_encoder
+from fuxi_torchrec.encoders.tests.batches import make_batch, make_encoder
 
 CODE = """
 import torch

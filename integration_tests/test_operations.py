@@ -96,7 +96,7 @@ def test_a_killed_worker_is_restarted_from_the_last_checkpoint(data, tmp_path, u
 def test_sigterm_saves_marks_and_leaves_and_the_run_continues(data, tmp_path, undisturbed):
     run_dir, log = tmp_path / "run", tmp_path / "log"
     hold(run_dir)
-    reading = "data.workers=1"  # the launcher signals these processes too
+    reading = "data.num_workers=1"  # the launcher signals these processes too
     with launched(*ddp(run_dir, data, HELD), reading, log=log) as process:
         until(lambda: held_with_a_checkpoint(run_dir), process, log)
         process.send_signal(signal.SIGTERM)  # ends the hold when it reaches the workers

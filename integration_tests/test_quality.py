@@ -30,8 +30,8 @@ def test_half_of_what_can_be_known_is_learned_and_not_without_the_time(tmp_path)
 
 def hit_rates(run_dir, settings):
     """HR@10 of the model and of simple rules on every user's last event."""
-    from fuxi_torchrec.retrieval.evaluate import evaluate
-    from fuxi_torchrec.retrieval.loading import load
+    from fuxi_torchrec.evaluation.evaluate import evaluate
+    from fuxi_torchrec.evaluation.loading import load
     from fuxi_torchrec.training.run_directory import RunDirectory
     from fuxi_torchrec.training.trainer import Trainer
 

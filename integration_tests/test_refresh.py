@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fuxi_torchrec.data.prepare import prepare
-from fuxi_torchrec.data.sources import events
-from fuxi_torchrec.serving.bundle import Bundle
+from fuxi_torchrec.events.sources import events
+from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.tests.exports import users_of
 from integration_tests import retrieval_runs as small
@@ -36,10 +36,10 @@ def write(path, rows):
 
 
 def export(run_dir, output, as_of=None):
-    from fuxi_torchrec.retrieval import export as exporting
-    from fuxi_torchrec.retrieval import export_users as users
-    from fuxi_torchrec.retrieval import loading
-    from fuxi_torchrec.retrieval.export_job import ExportOptions
+    from fuxi_torchrec.evaluation import loading
+    from fuxi_torchrec.export import export as exporting
+    from fuxi_torchrec.export import users
+    from fuxi_torchrec.export.job import ExportOptions
 
     loading._TOKENS, users._PART_USERS = 200, 9  # several parts a process
     options = ExportOptions(as_of=as_of, truncate=True, state_min_events=20, programs=False)

@@ -10,10 +10,10 @@ import httpx
 import pytest
 import torch
 
-from fuxi_torchrec.serving.bundle import Bundle
-from fuxi_torchrec.serving.demo import DemoExport, write_demo_export
+from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.tests.exports import SIDES
+from fuxi_torchrec.serving.tests.random_export import DemoExport, write_demo_export
 from fuxi_torchrec.serving.tests.threads import mixed_operations
 from integration_tests.services import Service
 

@@ -21,8 +21,8 @@ def test_histories_of_16384_events_train_through_torchx(tmp_path):
     prepare_synthetic(long, tmp_path / "data")
     command = ["torchx", "run", "dist.ddp", "-j", "1x2", "-m", "pipelines.train", "--"]
     command += ["--config", "configs/long_16k.yaml", "--run-dir", str(tmp_path / "run")]
-    command += [f"data.path={tmp_path / 'data'}", "train.max_steps=2", "logging.every_steps=1", "data.workers=1"]
-    command += ["validation.every_epochs=null", "batch.tokens=33000"]
+    command += [f"data.path={tmp_path / 'data'}", "train.max_steps=2", "logging.every_steps=1", "data.num_workers=1"]
+    command += ["validation.every_epochs=null", "batch.events=33000"]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=280, check=False

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuxi_torchrec.training.checkpoint_info import read_info
+from fuxi_torchrec.training.checkpoint.info import read_info
 from fuxi_torchrec.worker_group import WorkerError
 from integration_tests import runs
 
@@ -50,8 +50,8 @@ def test_other_shardings_give_the_same_losses(workers, data, tmp_path, sharding)
     "settings",
     [
         ["train.pipeline=sparse_dist"],
-        ["batch.max_tokens_per_rank=400"],
-        ["batch.max_tokens_per_rank=400", "train.pipeline=sparse_dist"],
+        ["batch.max_events_per_rank=400"],
+        ["batch.max_events_per_rank=400", "train.pipeline=sparse_dist"],
         ["model.activation_checkpointing=true"],
     ],
     ids=["sparse_dist", "micro_batches", "all_together", "activation_checkpointing"],
@@ -85,7 +85,7 @@ def test_every_kind_of_negatives_trains(workers, data, tmp_path, negatives):
 
 
 def test_a_resume_with_dropout_repeats_the_uninterrupted_run_exactly(workers, data, tmp_path):
-    settings = [*data, "model.dropout=0.2", "optimizer.decay=cosine", "optimizer.warmup_steps=3"]
+    settings = [*data, "model.dropout=0.2", "optimizer.lr_schedule=cosine", "optimizer.warmup_steps=3"]
     settings += ["optimizer.decay_steps=12"]
     whole = workers(2).run(runs.run, tmp_path / "whole", [*settings, "train.max_steps=12"])[0]
     workers(2).run(runs.run, tmp_path / "cut", [*settings, "train.max_steps=5"])
@@ -133,7 +133,7 @@ def moments_after(run_dir, settings):
 
 def test_init_from_takes_old_rows_over_and_starts_new_ones(workers, tmp_path):
     from fuxi_torchrec.data.prepare import PrepareOptions, prepare
-    from fuxi_torchrec.data.sources import events
+    from fuxi_torchrec.events.sources import events
 
     first, second = event_logs(tmp_path)
     prepare(events(str(first), "user", "item", "time", "s"), tmp_path / "day1", PrepareOptions())
@@ -165,7 +165,7 @@ def test_init_from_another_encoder_says_what_differs(workers, data, tmp_path):
 
 def test_init_from_over_side_features_that_have_more_values(workers, tmp_path):
     from fuxi_torchrec.data.prepare import PrepareOptions, prepare
-    from fuxi_torchrec.data.sources import events
+    from fuxi_torchrec.events.sources import events
 
     one, two = event_logs(tmp_path)
     settings = {}
@@ -287,7 +287,7 @@ def test_the_last_validation_is_written_down_also_if_it_is_not_the_best(workers,
 
 
 def test_a_schedule_that_ended_is_warned_about(workers, data, tmp_path):
-    settings = [*data, "optimizer.decay=cosine"]
+    settings = [*data, "optimizer.lr_schedule=cosine"]
     assert warnings_of(workers, tmp_path / "run", [*settings, "train.max_steps=2"]) == []
     assert warnings_of(workers, tmp_path / "run", [*settings, "train.max_steps=2"]) == []
     (said,) = warnings_of(workers, tmp_path / "run", [*settings, "train.max_steps=4"])

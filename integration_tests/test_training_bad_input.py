@@ -25,7 +25,7 @@ from integration_tests.runs import here, losses
 ROOT = Path(__file__).parents[1]
 ITEMS = 50
 SMALL = (
-    *("batch.tokens=200", "batch.max_length=32", "batch.streams=4"),
+    *("batch.events=200", "batch.max_length=32", "batch.streams=4"),
     *("model.dim=8", "model.num_layers=1", "model.num_heads=2", "model.max_positions=32"),
     *("model.temporal_periods=[3600, 86400]", "loss.num_negatives=16", "optimizer.lr=3e-3"),
     *("train.epochs=50", "validation.every_epochs=null", "checkpoint.every_steps=2"),
@@ -417,7 +417,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(workers, data, tmp_path, expecte
 @pytest.mark.parametrize("parts", ["null", "20"])
 def test_a_loss_that_is_no_number_stops_training_and_names_the_users(workers, run, data, expected, parts):
     before = snapshot(run)
-    settings = changed(f"data.path={data}", "train.max_steps=6", f"batch.max_tokens_per_rank={parts}")
+    settings = changed(f"data.path={data}", "train.max_steps=6", f"batch.max_events_per_rank={parts}")
     words = ("the loss of step 5 is nan", "failed-step-5-rank-*.json", "step-000000004 is the last checkpoint")
     refused(workers, run, settings, "TrainingError", *words, both=True, prepare=poison)
     reports = [json.loads((run / f"failed-step-5-rank-{rank}.json").read_text()) for rank in range(2)]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fuxi_torchrec.training.checkpoint_info import BEST, LATEST, complete, find_checkpoint, named, read_info
+from fuxi_torchrec.training.checkpoint.info import BEST, LATEST, complete, find_checkpoint, named, read_info
 from fuxi_torchrec.training.run_directory import RunDirectory
 
 
@@ -46,7 +46,7 @@ def _list(run: Path) -> int:
 
 
 def _unshard(options: argparse.Namespace) -> int:
-    from fuxi_torchrec.training.unshard import unshard
+    from fuxi_torchrec.training.checkpoint.unshard import unshard
 
     checkpoint = find_checkpoint(RunDirectory(options.run).checkpoints, options.checkpoint)
     weights = unshard(options.run, checkpoint, options.output)

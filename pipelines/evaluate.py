@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fuxi_torchrec.distributed import World, failing_together, leave, process_group
+from fuxi_torchrec.distributed import World, exit_now, process_group, raise_on_all_ranks
 from fuxi_torchrec.logging import get_logger, setup_logging
 
 
@@ -71,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"evaluate: --users must be at least 1, not {options.users}", file=sys.stderr)
         return 1
     with group_of(options.run_dir) as world:
-        from fuxi_torchrec.durable import write_atomically
-        from fuxi_torchrec.retrieval.evaluate import REQUEST_TIMES, as_text, evaluate
-        from fuxi_torchrec.retrieval.loading import load
+        from fuxi_torchrec.artifacts import write_atomically
+        from fuxi_torchrec.evaluation.evaluate import REQUEST_TIMES, as_text, evaluate
+        from fuxi_torchrec.evaluation.loading import load
 
-        with failing_together("looking for the output's directory"):
+        with raise_on_all_ranks("looking for the output's directory"):
             if world.rank == 0 and not output.absolute().parent.is_dir():
                 raise FileNotFoundError(f"--output {output}: there is no directory {output.parent}, make it first")
             if world.rank == 0 and output.is_dir():
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = load(options.run_dir, world, options.checkpoint, options.data, options.allow_other_data)
         times = (options.request_time,) if options.request_time else REQUEST_TIMES
         found = evaluate(run, options.split, times, options.filter_seen, options.users, not options.no_baselines)
-        with failing_together("writing the result"):
+        with raise_on_all_ranks("writing the result"):
             if world.rank == 0:
                 print(as_text(found), flush=True)
                 write_atomically(output, json.dumps(found, indent=1) + "\n")
@@ -93,4 +93,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main() or 0)
+    exit_now(main() or 0)

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fuxi_torchrec.data.times import PER_SECOND
-from fuxi_torchrec.modules.learned import LearnedBlock, Scale, learned, readable
+from fuxi_torchrec.encoders.fuxi_linear.learned import LearnedBlock, Scale, learned, readable
+from fuxi_torchrec.events.times import PER_SECOND
 
 POSITIONS = 256  # shown of the kernel
 FORGOTTEN = 200  # events shown of a retention head's memory
@@ -41,10 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read(run: Path, which: str | None) -> tuple[list[LearnedBlock], int, str]:
     """What a run's checkpoint has learned, the ticks of a second, and the checkpoint's name."""
-    from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
-    from fuxi_torchrec.training.checkpoint_info import find_checkpoint
+    from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+    from fuxi_torchrec.training.checkpoint.info import find_checkpoint
+    from fuxi_torchrec.training.checkpoint.unshard import read_plain
     from fuxi_torchrec.training.run_directory import RunDirectory
-    from fuxi_torchrec.training.unshard import read_plain
 
     directory = RunDirectory(run)
     config = directory.read_config()

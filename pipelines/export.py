@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fuxi_torchrec.distributed import failing_together, leave
+from fuxi_torchrec.distributed import exit_now, raise_on_all_ranks
 from fuxi_torchrec.logging import get_logger, setup_logging
 from pipelines.evaluate import add_run_options, group_of
 
@@ -46,11 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     setup_logging(options.log_level)
     with group_of(options.run_dir) as world:
-        from fuxi_torchrec.retrieval.export import check_output, export
-        from fuxi_torchrec.retrieval.export_job import ExportOptions
-        from fuxi_torchrec.retrieval.loading import load
+        from fuxi_torchrec.evaluation.loading import load
+        from fuxi_torchrec.export.export import check_output, export
+        from fuxi_torchrec.export.job import ExportOptions
 
-        with failing_together("looking at the output"):  # before the checkpoint is read
+        with raise_on_all_ranks("looking at the output"):  # before the checkpoint is read
             check_output(options.output)
             wanted = ExportOptions(
                 options.as_of,
@@ -75,4 +75,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main() or 0)
+    exit_now(main() or 0)

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from fuxi_torchrec.data.dataset import Dataset
-from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.reader import Reader
-from fuxi_torchrec.data.times import PER_SECOND, show_time
-from fuxi_torchrec.data.vocabulary import Vocabulary
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.times import PER_SECOND, show_time
 
 GAP_BOUNDS = {
     "0 (ties)": 0,
@@ -57,7 +56,7 @@ def sample_user(reader: Reader, row: int, events: int = 10) -> str:
     number = int(np.searchsorted(reader.first_user, row, side="right") - 1)
     block, inside = reader.block(number), row - int(reader.first_user[number])
     a, b = int(block.offsets[inside]), int(block.offsets[inside + 1])
-    raw = Vocabulary.of(reader.dataset).raw(block.items[max(a, b - events) : b])
+    raw = reader.dataset.vocabulary().raw(block.items[max(a, b - events) : b])
     unit = reader.dataset.info.time_unit
     times = block.times[max(a, b - events) : b].tolist()
     lines = [f"user {reader.user_ids(number)[inside]!r} (row {row}): {b - a:,} events, the last {len(raw)}:"]

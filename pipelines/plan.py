@@ -94,8 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_sharding(found.parts))
     print(f"\nMemory of the busiest process, {found.events:,} events and {found.lookups:,} rows looked up at once:\n")
     print(_sizes(found.memory, "total", found.total))
-    if config.batch.max_tokens_per_rank is None:
-        bound = "batch.max_tokens_per_rank bounds it" if config.optimizer.kind == "adamw" else "leave room for it"
+    if config.batch.max_events_per_rank is None:
+        bound = "batch.max_events_per_rank bounds it" if config.optimizer.kind == "adamw" else "leave room for it"
         print(f"\nThese are a process's events in a mean step; where histories differ, the largest has more: {bound}.")
     if found.host:
         print(f"{'host memory, while a checkpoint is written':<48} {_size(found.host):>10}")

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fuxi_torchrec.data import sources
-from fuxi_torchrec.data.dataset import INFO, TIME_UNITS, DatasetInfo
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import exists
+from fuxi_torchrec.data.dataset import INFO, DatasetInfo
 from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
-from fuxi_torchrec.data.sources import Source
 from fuxi_torchrec.data.synthetic import oracle_hit_rate
-from fuxi_torchrec.data.times import show_time
+from fuxi_torchrec.events import sources
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.filesystem import exists
+from fuxi_torchrec.events.sources import Source
+from fuxi_torchrec.events.times import TIME_UNITS, show_time
 from fuxi_torchrec.logging import setup_logging
 from pipelines.synthesize import add_synthetic_options, synthetic_config
 

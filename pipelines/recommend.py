@@ -10,11 +10,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fuxi_torchrec.data.times import show_time
+from fuxi_torchrec.events.times import parse_time, show_time
 from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.requests import Answer
-from fuxi_torchrec.serving.times import parse_time
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

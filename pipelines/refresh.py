@@ -15,13 +15,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.times import parse_time
+from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import setup_logging
-from fuxi_torchrec.serving.bundle import Bundle
-from fuxi_torchrec.serving.new_events import LogColumns
-from fuxi_torchrec.serving.refresh import refresh
-from fuxi_torchrec.serving.refresh_summary import Summary
-from fuxi_torchrec.serving.times import parse_time
+from fuxi_torchrec.serving.refresh.new_events import LogColumns
+from fuxi_torchrec.serving.refresh.refresh import refresh
+from fuxi_torchrec.serving.refresh.summary import Summary
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

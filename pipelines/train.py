@@ -12,7 +12,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.distributed import leave, process_group
+from fuxi_torchrec.distributed import exit_now, process_group
 from fuxi_torchrec.logging import get_logger, setup_logging
 
 
@@ -57,4 +57,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main() or 0)
+    exit_now(main() or 0)

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fuxi_torchrec.data.hashing import mix
 from fuxi_torchrec.data.reader import Block, Reader
 from fuxi_torchrec.data.schedule import Position, Schedule
 from fuxi_torchrec.data.splits import Bounds, LeaveOneOut, Part, Split
+from fuxi_torchrec.events.hashing import mix
 
 Ints = NDArray[np.int64]
 
@@ -106,7 +106,7 @@ class BatchMaker:
         for block, rows, part in self._blocks(user):
             train_end = self._bounds(block).train_end[rows]
             inputs = np.maximum(train_end - 1, 0)  # the last one is only a target
-            if plan.cut == "recent":
+            if plan.truncation == "recent":
                 begin, stop = np.maximum(inputs - plan.max_length, 0), inputs
             else:
                 begin = np.minimum(window[part] * plan.max_length, inputs)

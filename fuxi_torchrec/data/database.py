@@ -16,7 +16,7 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.events.errors import DataError
 
 _STREAMED = 2**25  # bytes that DuckDB reads ahead
 

@@ -7,20 +7,21 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import read_bytes
+import pyarrow as pa
+
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.filesystem import read_bytes
+from fuxi_torchrec.events.times import TimeUnit
+from fuxi_torchrec.events.vocabulary import Vocabulary, read_values
 
 VERSION = 1
 INFO = "dataset.json"
 ITEMS = "items.parquet"
 USER, ITEM, TIME, TARGET = "user_id", "item", "timestamp", "target"
-TIME_UNITS = ("s", "ms", "us")
 # upper bounds of the length histogram's buckets
 BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
-
-TimeUnit = Literal["s", "ms", "us"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,14 @@ class Dataset:
     def file(self, name: str) -> str:
         """The path of one of its files."""
         return f"{self.path}/{name}"
+
+    def vocabulary(self) -> Vocabulary:
+        """What its item indices stand for."""
+        return Vocabulary.read(self.file(ITEMS))
+
+    def side_values(self, name: str) -> pa.Array:
+        """Raw values of a side feature of text, in the order of their indices, from 1."""
+        return read_values(self.file(f"side-{name}.parquet"))
 
 
 def histogram(lengths: Any) -> dict[str, int]:

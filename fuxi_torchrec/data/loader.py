@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
-from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.schedule import Plan, Position, Schedule, streams_of_rank
+from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -31,8 +31,8 @@ class Loader:
         maker: the dataset with its split and known items.
         plan: how to batch.
         rank, world_size: this process among all.
-        max_tokens_per_rank: events of a micro-batch, at most; one sequence may exceed it.
-        workers: processes that read ahead.
+        max_events_per_rank: events of a micro-batch, at most; one sequence may exceed it.
+        num_workers: processes that read ahead.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Loader:
         plan: Plan,
         rank: int = 0,
         world_size: int = 1,
-        max_tokens_per_rank: int | None = None,
-        workers: int = 0,
+        max_events_per_rank: int | None = None,
+        num_workers: int = 0,
     ) -> None:
         streams_of_rank(rank, world_size, plan.num_streams)  # refuses more processes than streams
         self.maker, self.rank, self.world_size = maker, rank, world_size
-        self.max_tokens_per_rank, self.workers = max_tokens_per_rank, workers
+        self.max_events_per_rank, self.num_workers = max_events_per_rank, num_workers
         self.lengths = maker.train_lengths()  # training events of each user
         self.schedule = Schedule(self.lengths, maker.reader.block_of_user, plan)
         if not len(self.schedule.sequences):
@@ -70,14 +70,14 @@ class Loader:
 
     def _check_cache(self) -> None:
         """Warn if blocks are going to be read again and again."""
-        each, given, readers = self.cache_bytes(), self.maker.reader.cache_bytes, max(1, self.workers)
+        each, given, readers = self.cache_bytes(), self.maker.reader.cache_bytes, max(1, self.num_workers)
         if each * readers <= given:
             return
         blocks = self.schedule.plan.shuffle_blocks
         logger.warning(
             "%s: each of %d reading processes needs %.1f MiB for the blocks that are mixed at one time, and they share "
             "%.1f MiB: blocks will be read again in almost every step. Set shuffle_blocks (batch.shuffle_blocks) to %d "
-            "(it is %d), take fewer workers (data.workers), or give the reader cache_bytes=%d (data.cache_mib=%d)",
+            "(it is %d), take fewer workers (data.num_workers), or give the reader cache_bytes=%d (data.cache_mib=%d)",
             *(self.maker.reader.dataset.path, readers, each / 2**20, given / 2**20),
             *(max(1, blocks * given // (each * readers)), blocks, each * readers, -(-each * readers // 2**20)),
         )
@@ -99,16 +99,16 @@ class Loader:
             yield from micro_batches
 
     def _data_loader(self, start: Position, end_epoch: int, convert: Convert[Converted]) -> "DataLoader[Converted]":
-        if self.workers:
+        if self.num_workers:
             self.maker.reader.forget()  # the workers have what memory there is
         return DataLoader(
             _Steps(self, convert),
             batch_size=None,
             generator=torch.Generator(),  # or it would draw from the one that dropout uses
             sampler=_Positions(self, start, end_epoch),
-            num_workers=self.workers,
-            prefetch_factor=4 if self.workers else None,
-            multiprocessing_context="spawn" if self.workers else None,
+            num_workers=self.num_workers,
+            prefetch_factor=4 if self.num_workers else None,
+            multiprocessing_context="spawn" if self.num_workers else None,
             worker_init_fn=_begin_worker,
         )
 
@@ -120,7 +120,7 @@ class Loader:
         """The micro-batches of one step; the last one carries the position after it."""
         epoch, step = position.epoch, position.step
         after = Position(epoch, step + 1) if step + 1 < self.steps(epoch) else Position(epoch + 1, 0)
-        parts = self.schedule.micro_batches(epoch, step, self.rank, self.world_size, self.max_tokens_per_rank)
+        parts = self.schedule.micro_batches(epoch, step, self.rank, self.world_size, self.max_events_per_rank)
         last = len(parts) - 1
         return [
             self.maker.training(self.schedule, part, epoch, after if n == last else None)

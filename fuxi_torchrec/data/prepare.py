@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.database import Database
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import exists, resolve
-from fuxi_torchrec.data.sources import FILE, INTEGERS, ROW, Source, literal, quote, time_sql
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
-from fuxi_torchrec.data.times import PER_SECOND, show_time
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.filesystem import exists, resolve
+from fuxi_torchrec.events.sources import FILE, INTEGERS, ROW, Source, literal, quote, time_sql
+from fuxi_torchrec.events.times import PER_SECOND, show_time
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from fuxi_torchrec.data.dataset import ITEM, TARGET, TIME, USER, Dataset
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import resolve
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.filesystem import resolve
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Cut = Literal["recent", "windows"]
+Truncation = Literal["recent", "windows"]
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Plan:
 
     Attributes:
         max_length: input events of a sequence, at most.
-        cut: ``recent`` keeps the last max_length events; with ``windows``, each max_length events are a sequence.
-        batch_tokens: input events of a global batch, about; or
+        truncation: ``recent`` keeps the last max_length events; of ``windows`` each is a sequence of max_length events.
+        batch_events: input events of a global batch, about; or
         batch_users: sequences of a global batch.
         num_streams: at least the number of processes.
         shuffle_blocks: blocks whose sequences are mixed with each other.
@@ -39,22 +39,22 @@ class Plan:
     """
 
     max_length: int
-    cut: Cut = "recent"
-    batch_tokens: int | None = None
+    truncation: Truncation = "recent"
+    batch_events: int | None = None
     batch_users: int | None = None
     num_streams: int = 16
     shuffle_blocks: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if (self.batch_tokens is None) == (self.batch_users is None):
-            raise ValueError("give one of batch_tokens and batch_users, not both and not neither")
-        for name in ("max_length", "batch_tokens", "batch_users", "num_streams", "shuffle_blocks"):
+        if (self.batch_events is None) == (self.batch_users is None):
+            raise ValueError("give one of batch_events and batch_users, not both and not neither")
+        for name in ("max_length", "batch_events", "batch_users", "num_streams", "shuffle_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        if self.cut not in ("recent", "windows"):
-            raise ValueError(f"cut must be 'recent' or 'windows', not {self.cut!r}")
+        if self.truncation not in ("recent", "windows"):
+            raise ValueError(f"truncation must be 'recent' or 'windows', not {self.truncation!r}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def sequences_of(lengths: Ints, plan: Plan) -> Sequences:
     """All sequences of users of these lengths; a user of one event has nothing to predict and no sequence."""
     inputs = np.maximum(lengths - 1, 0)
     users = np.arange(len(lengths))
-    if plan.cut == "recent":
+    if plan.truncation == "recent":
         keep = inputs > 0
         return Sequences(users[keep], np.zeros(int(keep.sum()), np.int64), np.minimum(inputs, plan.max_length)[keep])
     windows = -(-inputs // plan.max_length)
@@ -120,7 +120,7 @@ class Schedule:
         self.plan = plan
         self.sequences = sequences_of(lengths, plan)
         self.block = block_of_user[self.sequences.user]
-        cost = self.sequences.cost if plan.batch_tokens is not None else np.ones(len(self.sequences), np.int64)
+        cost = self.sequences.cost if plan.batch_events is not None else np.ones(len(self.sequences), np.int64)
         self._charge = cost
         # streams are ranges of sequences with about equal charge, cut between users
         total = np.concatenate([[0], np.cumsum(cost)])
@@ -168,25 +168,25 @@ class Schedule:
                 np.add.at(found[rank], steps, self.sequences.cost[order])
         return found
 
-    def micro_batches(self, epoch: int, step: int, rank: int, world_size: int, max_tokens: int | None) -> list[Ints]:
-        """A process's batch in parts of at most ``max_tokens`` events (or one sequence), as many as every other's.
+    def micro_batches(self, epoch: int, step: int, rank: int, world_size: int, max_events: int | None) -> list[Ints]:
+        """A process's batch in parts of at most ``max_events`` events (or one sequence), as many as every other's.
 
         Every process computes the parts of all, so that they agree without talking; those with fewer get empty ones.
         """
-        parts = [self._parts(self.batch(epoch, step, r, world_size), max_tokens) for r in range(world_size)]
+        parts = [self._parts(self.batch(epoch, step, r, world_size), max_events) for r in range(world_size)]
         most = max(map(len, parts))
         nothing = np.zeros(0, np.int64)
         return parts[rank] + [nothing] * (most - len(parts[rank]))
 
-    def _parts(self, batch: Ints, max_tokens: int | None) -> list[Ints]:
-        if max_tokens is None or not len(batch):
+    def _parts(self, batch: Ints, max_events: int | None) -> list[Ints]:
+        if max_events is None or not len(batch):
             return [batch]
         parts: list[list[int]] = [[]]
-        room = max_tokens
+        room = max_events
         for index, cost in zip(batch.tolist(), self.sequences.cost[batch].tolist(), strict=True):
             if cost > room and parts[-1]:
                 parts.append([])
-                room = max_tokens
+                room = max_events
             parts[-1].append(index)
             room -= cost
         return [np.asarray(part, np.int64) for part in parts]
@@ -199,7 +199,7 @@ class Schedule:
 
     def _make_epoch(self, epoch: int) -> list[tuple[Ints, Ints]]:
         plan = self.plan
-        budget = plan.batch_tokens if plan.batch_tokens is not None else plan.batch_users
+        budget = plan.batch_events if plan.batch_events is not None else plan.batch_users
         assert budget is not None
         usual = int(self._charge.mean()) if len(self._charge) else 0
         found = []

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fuxi_torchrec.data.hashing import GOLDEN, Bits, scramble
+from fuxi_torchrec.events.hashing import GOLDEN, Bits, scramble
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]

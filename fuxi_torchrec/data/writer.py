@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from fuxi_torchrec.artifacts import OutputLock, sync, sync_all
 from fuxi_torchrec.data.dataset import (
     INFO,
     ITEM,
@@ -28,12 +29,11 @@ from fuxi_torchrec.data.dataset import (
     DatasetInfo,
     FileInfo,
     SideInfo,
-    TimeUnit,
     histogram,
 )
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.filesystem import exists, is_local, resolve, write_bytes
-from fuxi_torchrec.durable import OutputLock, sync, sync_all
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.filesystem import exists, is_local, resolve, write_bytes
+from fuxi_torchrec.events.times import TimeUnit
 
 ROW_GROUP_EVENTS = 2**16  # small: the reader mixes several row groups of every stream
 FILE_EVENTS = 2**23

@@ -29,7 +29,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from fuxi_torchrec.config import OptimizerConfig
-from fuxi_torchrec.distributed import World, check_same, failing_together
+from fuxi_torchrec.distributed import World, check_same, raise_on_all_ranks
 from fuxi_torchrec.embeddings.tables import Table, Tables, table_of
 
 _ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
@@ -148,7 +148,7 @@ def shard(
     model: nn.Module, tables: Tables, optimizer: OptimizerConfig, world: World
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
     """The model with its tables divided and the rest under DDP: a collective, planned on all processes first."""
-    with failing_together("planning the tables' sharding"):
+    with raise_on_all_ranks("planning the tables' sharding"):
         memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else None
         plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type, memory)
     check_same("the tables' sharding plan", str(plan))

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from fuxi_torchrec.config import Sharding, TablesConfig
 from fuxi_torchrec.data.dataset import DatasetInfo
-from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.events.errors import DataError
 
 # A collection cannot hold a table called "items": its ModuleDict has a method of that name.
 ITEM_FEATURE, ITEM_TABLE = "item", "item_table"

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuxi_torchrec.durable import lock, sync
+from fuxi_torchrec.artifacts import lock, sync
+from fuxi_torchrec.export.bundle import ExportError, Manifest
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.serving.bundle import ExportError, Manifest
 
 logger = get_logger(__name__)
 

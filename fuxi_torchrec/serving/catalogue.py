@@ -10,10 +10,10 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
+from fuxi_torchrec.events.histories import Ints
+from fuxi_torchrec.export.bundle import INDEX, ITEMS, SIDES, Bundle, ExportError
+from fuxi_torchrec.export.parts import combined, read_table
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.serving.bundle import INDEX, ITEMS, SIDES, Bundle, ExportError
-from fuxi_torchrec.serving.histories import Ints
-from fuxi_torchrec.serving.parts import combined, read_table
 
 logger = get_logger(__name__)
 

@@ -4,9 +4,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.serving.bundle import ITEM_TABLE, Bundle, ExportError, SideTable, scaled
-from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
 
 AT_ONCE = 2**16  # events that are encoded in one call
 
@@ -64,7 +65,7 @@ class UserModel:
     @torch.inference_mode()
     def vectors(self, state: EncoderState, times: Ints) -> Tensor:
         """(B, D) of users at a time, as scores use them; zero without events."""
-        return scaled(self.encoder.query(state, torch.from_numpy(times)), self.manifest.metric)
+        return scaled(self.encoder.query(state, torch.from_numpy(times)), self.manifest.similarity)
 
     def read(self, records: Tensor) -> EncoderState:
         """States of their bytes."""

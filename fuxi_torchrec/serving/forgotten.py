@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from fuxi_torchrec.events.histories import Histories
+from fuxi_torchrec.export.bundle import Manifest
 from fuxi_torchrec.serving.append_log import LogContent
-from fuxi_torchrec.serving.bundle import Manifest
-from fuxi_torchrec.serving.histories import Histories
 
 KEY = "forgotten"  # of the manifest's parent; exports before this was kept have none
 

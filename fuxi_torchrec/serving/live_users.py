@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.serving.bundle import SideTable
+from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.encoding import UserModel, batches
-from fuxi_torchrec.serving.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.requests import Event, UserId
 from fuxi_torchrec.serving.stored import StoredUsers
 

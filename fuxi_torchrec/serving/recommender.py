@@ -6,14 +6,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.events.histories import Ints
+from fuxi_torchrec.export.bundle import Bundle, ExportError
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.modules.state import EncoderState
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
-from fuxi_torchrec.serving.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
-from fuxi_torchrec.serving.histories import Ints
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.requests import (
     Answer,

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from fuxi_torchrec.serving.bundle import ExportError, Manifest
-from fuxi_torchrec.serving.times import check_event_time, check_time
+from fuxi_torchrec.events.times import check_event_time, check_time
+from fuxi_torchrec.export.bundle import ExportError, Manifest
 
 UserId = int | str
 ItemId = int | str

@@ -11,13 +11,13 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
+from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.events.histories import Histories, Ints, bounds_of
+from fuxi_torchrec.export.bundle import HISTORIES, STATES, USERS, Bundle, ExportError
+from fuxi_torchrec.export.parts import NO_STATE, USER, histories_of, part_name, part_number, read_users
+from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.modules.state import EncoderState
-from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, Bundle, ExportError
 from fuxi_torchrec.serving.encoding import UserModel
-from fuxi_torchrec.serving.histories import Histories, Ints, bounds_of
-from fuxi_torchrec.serving.parts import NO_STATE, USER, part_name, part_number, read_users
-from fuxi_torchrec.serving.states import TRAILER_BYTES, StateFile
 
 logger = get_logger(__name__)
 
@@ -149,4 +149,4 @@ class _HistoryFile:
                 table = self._file.read_row_group(group, columns=columns)
         except (OSError, pa.ArrowInvalid) as error:
             raise ExportError(f"{self.path}: cannot be read, the file is damaged: {error}") from None
-        return Histories.from_arrow(table, self._sides, str(self.path))
+        return histories_of(table, self._sides, str(self.path))

@@ -12,19 +12,19 @@ def test_the_keys_are_frozen():
     """Adding a key is an addition here too; renaming or removing one breaks somebody's file."""
     frozen = {
         "": "seed",
-        "data": "path time_unit split fit_on_valid valid_from test_from min_item_events oov_rate on_bad_rows workers "
-        "cache_mib",
-        "batch": "tokens users max_length cut streams shuffle_blocks max_tokens_per_rank",
+        "data": "path time_unit split fit_on_valid valid_from test_from min_item_events oov_rate on_bad_rows "
+        "num_workers cache_mib",
+        "batch": "events users max_length truncation streams shuffle_blocks max_events_per_rank",
         "model": "dim num_layers num_heads max_positions temporal_periods kernel_dim ffn_dim dropout preset "
         "use_retention use_positional use_temporal temporal_phases temporal_mix temporal_half_life "
         "learn_temporal_decay activation_checkpointing retention_chunk positional_chunk temporal_chunk",
         "tables": "init_std sharding sides",
-        "loss": "negatives num_negatives metric temperature weighting",
+        "loss": "negatives num_negatives similarity temperature weighting",
         "optimizer": "kind lr table_lr scalar_lr betas eps weight_decay clip_norm warmup_steps "
-        "decay decay_steps final_lr",
+        "lr_schedule decay_steps min_lr_factor",
         "train": "epochs max_steps precision pipeline",
         "validation": "every_epochs users metric patience filter_seen",
-        "checkpoint": "every_steps keep_last background",
+        "checkpoint": "every_steps keep_last async_save",
         "distributed": "device timeout_seconds",
         "logging": "level every_steps tensorboard",
     }

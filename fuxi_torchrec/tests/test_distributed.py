@@ -8,12 +8,19 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec import distributed
-from fuxi_torchrec.distributed import PeerError, World, check_same, failing_together, of_rank_0, process_group
+from fuxi_torchrec.distributed import (
+    PeerError,
+    World,
+    broadcast_from_rank_0,
+    check_same,
+    process_group,
+    raise_on_all_ranks,
+)
 
 
 def outcome_of_a_failing_step(failing_ranks):
     try:
-        with failing_together("reading the config"):
+        with raise_on_all_ranks("reading the config"):
             if dist.get_rank() in failing_ranks:
                 raise ValueError(f"bad file on rank {dist.get_rank()}")
     except Exception as error:
@@ -57,7 +64,7 @@ def what_the_first_finds(fails):
         return f"found by {dist.get_rank()}"
 
     try:
-        return of_rank_0("looking", find)
+        return broadcast_from_rank_0("looking", find)
     except Exception as error:
         return type(error).__name__
 
@@ -68,7 +75,7 @@ def test_what_the_first_rank_finds_is_everybodys(workers):
 
 
 def test_outside_a_group_the_error_is_simply_raised():
-    with pytest.raises(ValueError, match="bad"), failing_together("a step"):
+    with pytest.raises(ValueError, match="bad"), raise_on_all_ranks("a step"):
         raise ValueError("bad")
     assert issubclass(PeerError, RuntimeError)
 
@@ -119,18 +126,18 @@ def slowly():
         time.sleep(0.3)
         return "done"
 
-    return distributed.on_first(here(), "working", work)
+    return distributed.run_on_rank_0(here(), "working", work)
 
 
 def failing():
     with pytest.raises((ValueError, RuntimeError)) as caught:
-        distributed.on_first(here(), "working", lambda: int("broken"))
+        distributed.run_on_rank_0(here(), "working", lambda: int("broken"))
     return str(caught.value)
 
 
 AT_EXIT = """
 import atexit, ctypes, sys
-from fuxi_torchrec.distributed import leave
+from fuxi_torchrec.distributed import exit_now
 libc = ctypes.CDLL(None)
 libc.on_exit(ctypes.cast(libc.abort, ctypes.c_void_p), None)  # a native library whose end goes wrong
 atexit.register(print, "python's own")
@@ -138,7 +145,7 @@ atexit.register(print, "python's own")
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("leave", 3), ("sys.exit", -signal.SIGABRT)])
+@pytest.mark.parametrize(("how", "code"), [("exit_now", 3), ("sys.exit", -signal.SIGABRT)])
 def test_a_job_that_is_done_ends_as_such_whatever_native_libraries_do(how, code):
     done = subprocess.run([sys.executable, "-c", AT_EXIT.format(how=how)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (code, "python's own\n")

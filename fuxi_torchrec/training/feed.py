@@ -14,7 +14,7 @@ from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.embeddings.inputs import Candidates, ModelInput, agree, make_input
 from fuxi_torchrec.embeddings.tables import Tables
-from fuxi_torchrec.training.negatives import in_batch_pool, shared_pool, uniform_per_position
+from fuxi_torchrec.tasks.negatives import in_batch_pool, shared_pool, uniform_per_position
 
 Ints = NDArray[np.int64]
 

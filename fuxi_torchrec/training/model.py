@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from fuxi_torchrec.config import Config, LossConfig
 from fuxi_torchrec.embeddings.inputs import ModelInput
 from fuxi_torchrec.embeddings.tables import Table, Tables, collection
-from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
-from fuxi_torchrec.training.loss import candidate_softmax, position_softmax, scaled_items, scaled_queries
+from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.tasks.softmax import candidate_softmax, position_softmax, scaled_items, scaled_queries
 
 # rows by side feature: divided tables come in an order of their own
 SideRows = dict[str, Tensor]
@@ -72,8 +72,8 @@ class Head(nn.Module):
 
     def summed_loss(self, outputs_PD: Tensor, item_rows: Tensor, batch: ModelInput) -> Tensor:
         """The weighted sum over positions."""
-        queries_PD = scaled_queries(outputs_PD, self.loss.metric, self.loss.temperature)
-        rows_UD = scaled_items(item_rows, self.loss.metric)
+        queries_PD = scaled_queries(outputs_PD, self.loss.similarity, self.loss.temperature)
+        rows_UD = scaled_items(item_rows, self.loss.similarity)
         if batch.target_column is None:
             return position_softmax(queries_PD, batch.target_rows, rows_UD, batch.candidate_rows, batch.target_weights)
         return candidate_softmax(

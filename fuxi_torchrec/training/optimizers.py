@@ -26,18 +26,18 @@ def learning_rate_share(config: OptimizerConfig, step: int, total_steps: int) ->
     """The learning rate of a step (0, 1, ...) over the configured one.
 
     Example:
-        >>> config = OptimizerConfig(warmup_steps=2, decay="linear", decay_steps=6)
+        >>> config = OptimizerConfig(warmup_steps=2, lr_schedule="linear", decay_steps=6)
         >>> [learning_rate_share(config, step, 100) for step in range(8)]
         [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     """
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
-    if config.decay == "constant":
+    if config.lr_schedule == "constant":
         return 1.0
     end = config.decay_steps if config.decay_steps is not None else total_steps
     done = min(1.0, (step - config.warmup_steps) / max(1, end - config.warmup_steps))
-    left = 1.0 - done if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return config.final_lr + (1.0 - config.final_lr) * left
+    left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_lr_factor + (1.0 - config.min_lr_factor) * left
 
 
 class StepOptimizer(torch.optim.Optimizer):

@@ -14,10 +14,10 @@ from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.rows import rows_at_once
 from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, ITEM_TABLE, Table, Tables
-from fuxi_torchrec.modules.config import FuXiLinearConfig
-from fuxi_torchrec.training.loss import LOGITS
+from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.tasks.softmax import LOGITS
 from fuxi_torchrec.training.model import SequenceModel
-from fuxi_torchrec.training.run_data import DEFAULT_TOKENS
+from fuxi_torchrec.training.run_data import DEFAULT_EVENTS
 
 GB = 10**9
 FLOAT, INT = 4, 8
@@ -119,9 +119,9 @@ def events_of_a_rank(config: Config, ranks: int) -> int:
     if batch.users is not None:
         share = -(-batch.users // ranks) * batch.max_length
     else:
-        share = -(-(batch.tokens or DEFAULT_TOKENS) // ranks)
-    if batch.max_tokens_per_rank is not None:
-        share = min(share, batch.max_tokens_per_rank)
+        share = -(-(batch.events or DEFAULT_EVENTS) // ranks)
+    if batch.max_events_per_rank is not None:
+        share = min(share, batch.max_events_per_rank)
     return max(share, batch.max_length)
 
 
@@ -179,7 +179,7 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
         "validation, beyond a step's own": max(0, validation - sum(step.values())),
         "libraries": int(_PROCESS[cluster.device]),
     }
-    copy = FLOAT * (held + moments + 3 * encoder) if config.checkpoint.background else 0
+    copy = FLOAT * (held + moments + 3 * encoder) if config.checkpoint.async_save else 0
     if cluster.device == "cpu":
         found["copy for checkpoints in the background"], copy = copy, 0
     sent = {"encoder's gradients, all-reduce": _all_reduce(encoder, ranks)}
@@ -287,7 +287,7 @@ def _options(config: Config, cluster: Cluster) -> dict[str, _Step]:
 
     def adagrad(c: Config, m: Cluster) -> tuple[Config, Cluster]:
         optimizer = dataclasses.replace(c.optimizer, kind="rowwise_adagrad", clip_norm=None)
-        batch = dataclasses.replace(c.batch, max_tokens_per_rank=None)
+        batch = dataclasses.replace(c.batch, max_events_per_rank=None)
         return dataclasses.replace(c, optimizer=optimizer, batch=batch), m
 
     batch, model = config.batch, config.model
@@ -295,7 +295,7 @@ def _options(config: Config, cluster: Cluster) -> dict[str, _Step]:
     if config.tables.sharding != "row_wise":
         found["tables.sharding=row_wise"] = section("tables", sharding="row_wise")
     if config.optimizer.kind == "adamw":
-        given = {"clip_norm": config.optimizer.clip_norm, "max_tokens_per_rank": batch.max_tokens_per_rank}
+        given = {"clip_norm": config.optimizer.clip_norm, "max_events_per_rank": batch.max_events_per_rank}
         without = [name for name, value in given.items() if value is not None]
         note = f" without {' and '.join(without)}" if without else ""
         found[f"optimizer.kind=rowwise_adagrad{note}"] = adagrad
@@ -305,8 +305,8 @@ def _options(config: Config, cluster: Cluster) -> dict[str, _Step]:
         found["validation.every_epochs=null"] = section("validation", every_epochs=None)
     if not model.activation_checkpointing:
         found["model.activation_checkpointing=true"] = section("model", activation_checkpointing=True)
-    if config.optimizer.kind == "adamw" and batch.max_tokens_per_rank is None:
-        found[f"batch.max_tokens_per_rank={batch.max_length}"] = section("batch", max_tokens_per_rank=batch.max_length)
+    if config.optimizer.kind == "adamw" and batch.max_events_per_rank is None:
+        found[f"batch.max_events_per_rank={batch.max_length}"] = section("batch", max_events_per_rank=batch.max_length)
     if batch.max_length >= 2048:
         half = batch.max_length // 2
         found[f"batch.max_length={half}"] = section("batch", max_length=half)

@@ -8,17 +8,17 @@ from numpy.typing import NDArray
 from fuxi_torchrec.config import Config, DataConfig, LossConfig
 from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
-from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan
 from fuxi_torchrec.data.splits import ByTime, LeaveOneOut, Split
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
-from fuxi_torchrec.training.checkpoint_info import Identity
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.training.checkpoint.info import Identity
 from fuxi_torchrec.training.run_directory import KnownItems, RunDirectory, RunError
 
 Ints = NDArray[np.int64]
 
-DEFAULT_TOKENS = 16384
+DEFAULT_EVENTS = 16384
 
 
 def split_of(config: DataConfig) -> Split:
@@ -32,8 +32,10 @@ def split_of(config: DataConfig) -> Split:
 def plan_of(config: Config) -> Plan:
     """How a configuration makes batches."""
     batch = config.batch
-    tokens = DEFAULT_TOKENS if batch.tokens is None and batch.users is None else batch.tokens
-    return Plan(batch.max_length, batch.cut, tokens, batch.users, batch.streams, batch.shuffle_blocks, config.seed)
+    events = DEFAULT_EVENTS if batch.events is None and batch.users is None else batch.events
+    return Plan(
+        batch.max_length, batch.truncation, events, batch.users, batch.streams, batch.shuffle_blocks, config.seed
+    )
 
 
 def remarks(config: Config, info: DatasetInfo) -> list[str]:

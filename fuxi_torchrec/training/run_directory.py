@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from fuxi_torchrec import strict_yaml
+from fuxi_torchrec.artifacts import lock, sync, write_atomically
 from fuxi_torchrec.config import Config, differences, load_config
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.vocabulary import Vocabulary
-from fuxi_torchrec.durable import lock, sync, write_atomically
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec import strict_yaml
+from fuxi_torchrec.artifacts import write_atomically
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.schedule import Position
-from fuxi_torchrec.data.vocabulary import Vocabulary
-from fuxi_torchrec.distributed import World, check_same, failing_together, of_rank_0
-from fuxi_torchrec.durable import write_atomically
+from fuxi_torchrec.distributed import World, broadcast_from_rank_0, check_same, raise_on_all_ranks
 from fuxi_torchrec.embeddings.pipeline import ShardedModel, make_pipeline
 from fuxi_torchrec.embeddings.sharding import (
     check_shardable,
@@ -32,21 +31,21 @@ from fuxi_torchrec.embeddings.sharding import (
     shard,
 )
 from fuxi_torchrec.embeddings.tables import table_of
+from fuxi_torchrec.evaluation.validation import validate
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint import About, Checkpoints, state_of
-from fuxi_torchrec.training.checkpoint_info import LATEST, CheckpointError, Progress, named
+from fuxi_torchrec.training.checkpoint.info import LATEST, CheckpointError, Progress, named
+from fuxi_torchrec.training.checkpoint.saver import Saver
+from fuxi_torchrec.training.checkpoint.store import About, Checkpoints, state_of
 from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.feed import Feed, Step, StepMaker
 from fuxi_torchrec.training.interruption import StopRequest, Watchdog
+from fuxi_torchrec.training.metrics_logger import MetricsLogger, peak_memory_mb
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
 from fuxi_torchrec.training.run_data import RunData, plan_of, remarks
 from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, SUMMARY, RunDirectory
-from fuxi_torchrec.training.saving import Saver
-from fuxi_torchrec.training.start_from import start_from
-from fuxi_torchrec.training.validation import validate
 from fuxi_torchrec.training.validation_plan import ValidationPlan
-from fuxi_torchrec.training.watch import Watch, peak_memory_mb
+from fuxi_torchrec.training.warm_start import warm_start
 
 logger = get_logger(__name__)
 
@@ -84,13 +83,13 @@ class Trainer:
     ) -> None:
         self.world, self.directory = world, directory
         check_same("the configuration", strict_yaml.dump(config))
-        with failing_together("opening the run directory"):
+        with raise_on_all_ranks("opening the run directory"):
             if world.rank == 0:
                 directory.lock()
                 directory.check_config(config)
         self.config = config
-        latest = of_rank_0("looking for checkpoints", lambda: named(directory.checkpoints, LATEST))
-        with failing_together("opening the dataset"):
+        latest = broadcast_from_rank_0("looking for checkpoints", lambda: named(directory.checkpoints, LATEST))
+        with raise_on_all_ranks("opening the dataset"):
             check_device(config, world)
             self.data = RunData.open(config, directory, resumed=latest is not None)
             check_shardable(self.data.tables, config.optimizer, world.size)
@@ -99,15 +98,15 @@ class Trainer:
                 plan_of(config),
                 world.rank,
                 world.size,
-                config.batch.max_tokens_per_rank,
-                config.data.workers,
+                config.batch.max_events_per_rank,
+                config.data.num_workers,
             )
             self._pool_counts = self.data.pool_counts(config.loss)
             self.validations = ValidationPlan.of(config, self.data.maker, self.loader.steps(0))
         self.model = self._build()
         self.optimizer = StepOptimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
-        self.saver = Saver(self.checkpoints, config.checkpoint.background, config.distributed.timeout_seconds)
+        self.saver = Saver(self.checkpoints, config.checkpoint.async_save, config.distributed.timeout_seconds)
         self.stop = stop or StopRequest()
         self.identity = self.data.identity(config)
         self.progress = self._restore(latest, init_from)
@@ -115,14 +114,14 @@ class Trainer:
         self._users: list[int] = []  # of the last step
         self._validated: dict[str, float] = {}
         self.pauses: list[float] = []  # of training, for each save
-        with failing_together("writing down the run"):  # nothing was refused
+        with raise_on_all_ranks("writing down the run"):  # nothing was refused
             if world.rank == 0:
                 for remark in remarks(config, self.data.dataset.info):
                     logger.warning("%s", remark)
                 directory.write_config(config)
                 directory.clear_preempted()
                 if latest is None or not directory.has_items():
-                    directory.write_items(Vocabulary.of(self.data.dataset), self.data.items)
+                    directory.write_items(self.data.dataset.vocabulary(), self.data.items)
         self.watchdog = Watchdog(config.distributed.timeout_seconds * 0.9)
 
     def _build(self) -> ShardedModel:
@@ -132,7 +131,7 @@ class Trainer:
         sharded, plan = shard(model, tables, self.config.optimizer, self.world)
         initialise(sharded, self.config.tables.init_std, self.config.seed)
         logger.info("sharding plan\n%s", describe(plan, tables))
-        with failing_together("writing the sharding plan"):
+        with raise_on_all_ranks("writing the sharding plan"):
             if self.world.rank == 0:
                 write_atomically(self.directory.path / PLAN, plan_to_json(plan, tables, self.world.size))
         return sharded
@@ -141,27 +140,27 @@ class Trainer:
         planned = self._planned_steps()
         if latest is None:
             if init_from is not None:
-                start_from(init_from, self.model, self.identity, self.data.dataset, self.world)
+                warm_start(init_from, self.model, self.identity, self.data.dataset, self.world)
             self._forget_metrics_after(0)
             return Progress(total_steps=planned)
         info = self.checkpoints.read_info(latest)
-        with failing_together("comparing the checkpoint with the run"):
+        with raise_on_all_ranks("comparing the checkpoint with the run"):
             self.identity.check(info.identity, latest)
         self.checkpoints.load(latest, self.model, self.optimizer)
         self.optimizer.set_steps(info.progress.step)
         self._forget_metrics_after(info.progress.step)
         logger.info("resumed from %s, saved by %d processes", latest.name, info.world_size)
         decay = self.config.optimizer
-        if planned > info.progress.total_steps and decay.decay != "constant" and decay.decay_steps is None:
+        if planned > info.progress.total_steps and decay.lr_schedule != "constant" and decay.decay_steps is None:
             logger.warning(
                 "%d steps are planned now and %d were when the run began: the learning rate's decay ends there, and "
-                "what follows trains at optimizer.final_lr = %g of it. For a longer schedule start a new --run-dir "
-                "with --init-from this one",
+                "what follows trains at optimizer.min_lr_factor = %g of it. For a longer schedule start a new "
+                "--run-dir with --init-from this one",
                 planned,
                 info.progress.total_steps,
-                decay.final_lr,
+                decay.min_lr_factor,
             )
-        progress = of_rank_0("looking for the best checkpoint", lambda: self._with_best(info.progress))
+        progress = broadcast_from_rank_0("looking for the best checkpoint", lambda: self._with_best(info.progress))
         compared = self.validations.active and not self._ended(info.progress)
         if compared and info.progress.best_of not in (None, self.validations.measure):
             logger.warning(
@@ -186,7 +185,7 @@ class Trainer:
         return progress
 
     def _forget_metrics_after(self, step: int) -> None:
-        with failing_together("cutting the metrics at the checkpoint"):
+        with raise_on_all_ranks("cutting the metrics at the checkpoint"):
             if self.world.rank == 0:
                 self.directory.forget_metrics_after(step)
 
@@ -198,7 +197,7 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Train to the end; the summary."""
-        watch = Watch(self.config, self.directory, self.world, self.progress, self._planned_steps())
+        watch = MetricsLogger(self.config, self.directory, self.world, self.progress, self._planned_steps())
         try:
             self._train(watch)
         finally:
@@ -206,7 +205,7 @@ class Trainer:
             watch.close()
         return self._summary()
 
-    def _train(self, watch: Watch) -> None:
+    def _train(self, watch: MetricsLogger) -> None:
         """What is left to do."""
         config = self.config
         if self._validation_missed():
@@ -236,7 +235,7 @@ class Trainer:
             raise
         watch.finish()
 
-    def _loop(self, pipeline: Any, feed: Feed, watch: Watch) -> None:
+    def _loop(self, pipeline: Any, feed: Feed, watch: MetricsLogger) -> None:
         """Steps, validations and saves, until the end or until asked to stop."""
         began, stopped, every = time.monotonic() - self.progress.seconds, False, self.config.checkpoint.every_steps
         while not stopped:
@@ -274,7 +273,7 @@ class Trainer:
         logger.warning("asked to stop: saving step %d and leaving", self.progress.step)
         self.save()
         self.saver.wait()
-        with failing_together("noting the end"):
+        with raise_on_all_ranks("noting the end"):
             if self.world.rank == 0:
                 note = {"step": self.progress.step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
                 write_atomically(self.directory.path / PREEMPTED, json.dumps(note) + "\n")
@@ -303,7 +302,7 @@ class Trainer:
         number = 0
         while number < left:
             step: Step | None = None
-            with failing_together("reading training data"):
+            with raise_on_all_ranks("reading training data"):
                 step = next(steps, None)
             if step is None:
                 return
@@ -375,7 +374,7 @@ class Trainer:
         about = About(self.progress, self.identity, config, metrics or {}, best)
         if self._saved_at == self.progress.step:  # the tensors are there: only what is said of them is new
             self.saver.wait()
-            with failing_together("writing to a checkpoint"):
+            with raise_on_all_ranks("writing to a checkpoint"):
                 if self.world.rank == 0 and metrics:
                     self.checkpoints.amend(about)
             return
@@ -391,7 +390,7 @@ class Trainer:
             return False
         return self._finished() or self.validations.due(self.progress.step)
 
-    def _validate(self, watch: Watch) -> tuple[bool, bool]:
+    def _validate(self, watch: MetricsLogger) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
         self._check_finite()
@@ -420,7 +419,7 @@ class Trainer:
             self.data.maker,
             self.data.tables,
             self.data.items.ids,
-            config.loss.metric,
+            config.loss.similarity,
             users,
             self.loader.lengths[users],
             config.batch.max_length,
@@ -443,7 +442,7 @@ class Trainer:
             "longest_pause_of_a_save": round(max(self.pauses, default=0.0), 4),
             "preempted": (self.directory.path / PREEMPTED).exists(),
         }
-        with failing_together("writing the summary"):
+        with raise_on_all_ranks("writing the summary"):
             if self.world.rank == 0:
                 summary |= self.directory.larger_peaks(summary)
                 write_atomically(self.directory.path / SUMMARY, json.dumps(summary, indent=1) + "\n")

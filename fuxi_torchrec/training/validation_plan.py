@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.batches import BatchMaker
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.training.checkpoint_info import Progress
-from fuxi_torchrec.training.validation import sample_users
+from fuxi_torchrec.evaluation.validation import sample_users
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.training.checkpoint.info import Progress
 
 Ints = NDArray[np.int64]
 

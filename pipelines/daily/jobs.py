@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fuxi_torchrec.durable import is_locked
+from fuxi_torchrec.artifacts import is_locked
 from pipelines import components
 from pipelines.daily.config import JobsConfig
 from pipelines.daily.state import STATE, DailyError, Layout, StageError

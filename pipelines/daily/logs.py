@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from fuxi_torchrec.data.sources import LOGS
+from fuxi_torchrec.events.sources import LOGS
 from pipelines.daily.config import DAY, LogsConfig
 from pipelines.daily.state import DailyError
 

@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from fuxi_torchrec.durable import lock, sync, write_atomically
+from fuxi_torchrec.artifacts import lock, sync, write_atomically
 
 VERSION = 1
 STATE, LOCK, POINTER_LOCK, PUBLISHED, RELEASE = "state.json", ".lock", ".pointer.lock", "published", "release.json"

@@ -1,6 +1,6 @@
 """How the days stand, and what the next one would run, for people."""
 
-from fuxi_torchrec.durable import is_locked
+from fuxi_torchrec.artifacts import is_locked
 from pipelines.daily.config import DailyConfig
 from pipelines.daily.jobs import LOCAL, Ended, Job, TorchXJobs
 from pipelines.daily.logs import order

@@ -9,7 +9,7 @@ import threading
 import pytest
 from torchx.runner import get_runner
 
-from fuxi_torchrec.durable import is_locked
+from fuxi_torchrec.artifacts import is_locked
 from fuxi_torchrec.strict_yaml import ConfigError
 from pipelines.daily import config as daily_config
 from pipelines.daily import jobs as daily_jobs

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from fuxi_torchrec.serving.bundle import Bundle
-from fuxi_torchrec.serving.demo import DemoExport, write_demo_export
+from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.tests.random_export import DemoExport, write_demo_export
 from pipelines import recommend, refresh, serve
 
 

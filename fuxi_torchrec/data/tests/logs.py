@@ -3,9 +3,8 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fuxi_torchrec.data import sources
 from fuxi_torchrec.data.dataset import Dataset
-from fuxi_torchrec.data.vocabulary import Vocabulary
+from fuxi_torchrec.events import sources
 
 HEADER = "user,item,time,action,weight"
 
@@ -25,7 +24,7 @@ def read(path):
     dataset = Dataset.open(path)
     tables = [pq.read_table(dataset.file(file.name)) for file in dataset.info.files]
     table = pa.concat_tables(tables)
-    vocabulary = Vocabulary.of(dataset)
+    vocabulary = dataset.vocabulary()
     users = {}
     for row in table.to_pylist():
         users[row["user_id"]] = list(zip(vocabulary.raw(row["item"]), row["timestamp"], strict=True))

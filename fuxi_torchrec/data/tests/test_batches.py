@@ -7,13 +7,13 @@ import torch
 
 from fuxi_torchrec.data import loader as loading
 from fuxi_torchrec.data.batches import BatchMaker, Items
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.data.hashing import mix
 from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan, Position
 from fuxi_torchrec.data.splits import ByTime, LeaveOneOut
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.hashing import mix
 
 
 def everything_known(dataset, **more):
@@ -58,7 +58,7 @@ def sequences(batches):
 
 @pytest.mark.parametrize("cut", ["recent", "windows"])
 def test_training_batches_hold_what_the_histories_say(dataset, histories, cut):
-    plan = Plan(max_length=16, cut=cut, batch_tokens=200, seed=3)
+    plan = Plan(max_length=16, truncation=cut, batch_events=200, seed=3)
     found = [user for batch in make_loader(dataset, plan).epoch(Position()) for user in users_of(batch)]
     wanted = []
     for row, history in enumerate(histories):
@@ -76,10 +76,10 @@ def test_training_batches_hold_what_the_histories_say(dataset, histories, cut):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_processes_share_the_same_global_batches(dataset, world_size):
-    plan = Plan(max_length=20, batch_tokens=300)
+    plan = Plan(max_length=20, batch_events=300)
     alone = make_loader(dataset, plan)
     ranks = [
-        make_loader(dataset, plan, rank=r, world_size=world_size, max_tokens_per_rank=64) for r in range(world_size)
+        make_loader(dataset, plan, rank=r, world_size=world_size, max_events_per_rank=64) for r in range(world_size)
     ]
     for step in range(alone.steps(0)):
         position = Position(0, step)
@@ -90,15 +90,15 @@ def test_processes_share_the_same_global_batches(dataset, world_size):
 
 
 def test_worker_processes_change_nothing(dataset):
-    plan = Plan(max_length=20, batch_tokens=300)
+    plan = Plan(max_length=20, batch_events=300)
     none = [b for epoch in (0, 1) for b in make_loader(dataset, plan).epoch(Position(epoch))]
-    two = list(make_loader(dataset, plan, workers=2).batches(Position(), end_epoch=2))
+    two = list(make_loader(dataset, plan, num_workers=2).batches(Position(), end_epoch=2))
     assert [users_of(b) for b in none] == [users_of(b) for b in two]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_training_resumes_at_any_step_on_any_number_of_processes(dataset, world_size):
-    plan = Plan(max_length=20, batch_tokens=300)
+    plan = Plan(max_length=20, batch_events=300)
     whole = list(make_loader(dataset, plan).epoch(Position(2, 0)))
     for step in (0, 1, len(whole) - 1):
         if step:
@@ -127,7 +127,7 @@ def test_evaluation_asks_for_the_target_after_its_whole_history(dataset, histori
 
 def test_unknown_items_are_index_zero_and_never_a_target(dataset, histories):
     known = np.arange(dataset.info.items + 1) % 2 == 1
-    plan = Plan(max_length=100, batch_tokens=10_000)
+    plan = Plan(max_length=100, batch_events=10_000)
     (batch,) = make_loader(dataset, plan, Items(known)).epoch(Position())
     assert set(batch.items.unique().tolist()) <= {0, *range(1, 51, 2)}
     unknown = batch.targets == 0
@@ -137,7 +137,7 @@ def test_unknown_items_are_index_zero_and_never_a_target(dataset, histories):
 
 def test_some_inputs_are_hidden_the_same_ones_on_any_number_of_processes(dataset):
     items = everything_known(dataset, oov_rate=0.2, seed=5)
-    plan = Plan(max_length=20, batch_tokens=300)
+    plan = Plan(max_length=20, batch_events=300)
     whole = list(make_loader(dataset, plan, items).epoch(Position()))
     hidden = torch.cat([b.items == 0 for b in whole]).float().mean()
     assert 0.1 < float(hidden) < 0.3
@@ -183,7 +183,7 @@ def test_side_features_follow_their_events(tmp_path, kind):
     dataset = make_dataset(tmp_path / "set", histories, side=kind)
     name = "action" if kind == "single" else "tags"
     maker = BatchMaker(Reader(dataset, sides=[name]), LeaveOneOut(), everything_known(dataset))
-    for batch in Loader(maker, Plan(max_length=8, batch_tokens=40)).epoch(Position()):
+    for batch in Loader(maker, Plan(max_length=8, batch_events=40)).epoch(Position()):
         side = batch.sides[name]
         if kind == "single":
             assert side.lengths is None
@@ -194,7 +194,7 @@ def test_side_features_follow_their_events(tmp_path, kind):
 
 
 def test_empty_parts_are_legal_batches(dataset):
-    loader = make_loader(dataset, Plan(max_length=5, batch_tokens=10))
+    loader = make_loader(dataset, Plan(max_length=5, batch_events=10))
     batch = loader.maker.training(loader.schedule, np.zeros(0, np.int64), 0)
     assert (len(batch), batch.events, batch.offsets.tolist()) == (0, 0, [0])
 
@@ -202,7 +202,7 @@ def test_empty_parts_are_legal_batches(dataset):
 def test_a_dataset_with_nothing_to_train_on_is_refused(tmp_path):
     dataset = make_dataset(tmp_path / "set", [(np.array([1]), np.array([5]))] * 3)
     with pytest.raises(DataError, match="nothing to train on: no user has two events in the training split"):
-        make_loader(dataset, Plan(max_length=5, batch_tokens=10))
+        make_loader(dataset, Plan(max_length=5, batch_events=10))
 
 
 def test_the_budget_counts_training_events_only(tmp_path):
@@ -210,7 +210,7 @@ def test_the_budget_counts_training_events_only(tmp_path):
     dataset = make_dataset(tmp_path / "set", histories)
     split = ByTime(test_from=1_600_005_000)
     maker = BatchMaker(Reader(dataset), split, everything_known(dataset))
-    loader = Loader(maker, Plan(max_length=1000, batch_tokens=100))
+    loader = Loader(maker, Plan(max_length=1000, batch_events=100))
     wanted = [max(0, int((times < 1_600_005_000).sum()) - 1) for _, times in histories]
     assert (
         sum(batch.events for batch in loader.epoch(Position())) == sum(wanted) == loader.schedule.sequences.cost.sum()
@@ -218,7 +218,7 @@ def test_the_budget_counts_training_events_only(tmp_path):
 
 
 def test_only_the_last_micro_batch_of_a_step_ends_it(dataset):
-    loader = make_loader(dataset, Plan(max_length=20, batch_tokens=300), max_tokens_per_rank=40)
+    loader = make_loader(dataset, Plan(max_length=20, batch_events=300), max_events_per_rank=40)
     parts = loader.step(Position(0, 0))
     assert len(parts) > 1
     assert [part.end is not None for part in parts] == [False] * (len(parts) - 1) + [True]
@@ -271,12 +271,12 @@ def test_a_cache_smaller_than_the_blocks_that_are_mixed_is_named_with_what_to_se
     assert reads_of_an_epoch(found) > 4 * blocks
     loader(enough // 2, Plan(max_length=50, batch_users=32, num_streams=2, shuffle_blocks=2))
     assert not caplog.records
-    loader(enough, workers=2)
+    loader(enough, num_workers=2)
     assert "each of 2 reading processes" in caplog.text
 
 
 def test_workers_share_the_cache(dataset, monkeypatch):
-    own = make_loader(dataset, Plan(max_length=9, batch_users=4), workers=3)
+    own = make_loader(dataset, Plan(max_length=9, batch_users=4), num_workers=3)
     before = own.maker.reader.cache_bytes
     steps = loading._Steps(own, loading._unchanged)
     monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(dataset=steps, num_workers=3))

@@ -8,12 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuxi_torchrec.data import prepare as preparing
-from fuxi_torchrec.data import sources, writer
+from fuxi_torchrec.data import writer
 from fuxi_torchrec.data.dataset import Dataset
-from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.tests.logs import events, read, write, write_small_log
+from fuxi_torchrec.events import sources
+from fuxi_torchrec.events.errors import DataError
 
 
 @pytest.fixture

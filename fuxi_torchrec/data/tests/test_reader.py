@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuxi_torchrec.data.dataset import Dataset
-from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows
-from fuxi_torchrec.data.vocabulary import Vocabulary
 from fuxi_torchrec.data.writer import DatasetWriter
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.vocabulary import Vocabulary
 
 
 @pytest.fixture
@@ -163,11 +163,11 @@ def test_side_features_that_do_not_exist(dataset):
 def test_remote_paths_are_read_through_their_file_system(histories):
     dataset = make_dataset("memory://sets/one", histories)
     assert Reader(Dataset.open("memory://sets/one")).lengths().tolist() == [len(h[0]) for h in histories]
-    assert len(Vocabulary.of(dataset)) == dataset.info.items
+    assert len(dataset.vocabulary()) == dataset.info.items
 
 
 def test_vocabularies_go_both_ways(dataset):
-    vocabulary = Vocabulary.of(dataset)
+    vocabulary = dataset.vocabulary()
     assert vocabulary.index([100, 300, 7]).tolist() == [1, 3, 0]
     assert vocabulary.raw([1, 0, 3]) == [100, None, 300]
     with pytest.raises(DataError, match="item indices must be 0 to"):

@@ -11,8 +11,8 @@ LENGTHS = st.lists(st.sampled_from([0, 1, 2, 3, 7, 20, 21, 22, 400]), min_size=1
 PLANS = st.builds(
     Plan,
     max_length=st.sampled_from([5, 20, 1000]),
-    cut=st.sampled_from(["recent", "windows"]),
-    batch_tokens=st.sampled_from([10, 64, 1000]),
+    truncation=st.sampled_from(["recent", "windows"]),
+    batch_events=st.sampled_from([10, 64, 1000]),
     num_streams=st.sampled_from([4, 7, 16]),
     shuffle_blocks=st.sampled_from([1, 3]),
     seed=st.integers(0, 5),
@@ -36,7 +36,7 @@ def test_an_epoch_holds_every_sequence_once(lengths, plan, epoch):
     everything = sorted(k for batch in batches for k in key(schedule, batch))
     sequences = schedule.sequences
     assert everything == sorted(zip(sequences.user.tolist(), sequences.window.tolist(), strict=True))
-    if plan.cut == "recent":
+    if plan.truncation == "recent":
         assert [user for user, _ in everything] == [n for n, length in enumerate(lengths) if length > 1]
 
 
@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_order_and_another_epoch_another(lengths, p
 
 @given(LENGTHS, st.integers(1, 30))
 def test_windows_cover_each_target_once(lengths, max_length):
-    sequences = sequences_of(np.asarray(lengths, np.int64), Plan(max_length, "windows", batch_tokens=10))
+    sequences = sequences_of(np.asarray(lengths, np.int64), Plan(max_length, "windows", batch_events=10))
     targets = []
     for user, window, cost in zip(sequences.user, sequences.window, sequences.cost, strict=True):
         assert 1 <= cost <= max_length
@@ -72,21 +72,21 @@ def test_windows_cover_each_target_once(lengths, max_length):
 
 
 @given(LENGTHS, PLANS, st.sampled_from([1, 2, 3]), st.sampled_from([None, 5, 30]))
-def test_every_process_has_the_same_number_of_micro_batches(lengths, plan, world_size, max_tokens):
+def test_every_process_has_the_same_number_of_micro_batches(lengths, plan, world_size, max_events):
     schedule = make(lengths, plan)
     for step in range(schedule.steps(0)):
-        parts = [schedule.micro_batches(0, step, rank, world_size, max_tokens) for rank in range(world_size)]
+        parts = [schedule.micro_batches(0, step, rank, world_size, max_events) for rank in range(world_size)]
         assert len({len(p) for p in parts}) == 1
         for rank, mine in enumerate(parts):
             assert np.concatenate(mine).tolist() == schedule.batch(0, step, rank, world_size).tolist()
             for part in mine:
-                assert max_tokens is None or len(part) <= 1 or schedule.sequences.cost[part].sum() <= max_tokens
+                assert max_events is None or len(part) <= 1 or schedule.sequences.cost[part].sum() <= max_events
 
 
 def test_batches_keep_to_their_budget_and_debts_are_paid():
     lengths = np.full(4000, 50)
     lengths[::500] = 5000
-    plan = Plan(max_length=10_000, batch_tokens=4096)
+    plan = Plan(max_length=10_000, batch_events=4096)
     schedule = make(lengths, plan)
     sizes = [int(schedule.sequences.cost[schedule.batch(0, s)].sum()) for s in range(schedule.steps(0))]
     assert sum(sizes) == (lengths - 1).sum()
@@ -102,13 +102,13 @@ def test_batches_of_users_have_that_many(batch_users):
 
 
 def test_streams_do_not_all_emit_in_the_same_steps():
-    schedule = make([1025] * 1600, Plan(max_length=1024, batch_tokens=4096))
+    schedule = make([1025] * 1600, Plan(max_length=1024, batch_events=4096))
     sizes = [int(schedule.sequences.cost[schedule.batch(0, s)].sum()) for s in range(schedule.steps(0))]
     assert set(sizes[:-1]) == {4096}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("budget", [{"batch_users": 8}, {"batch_users": 24}, {"batch_tokens": 8 * 1024}])
+@pytest.mark.parametrize("budget", [{"batch_users": 8}, {"batch_users": 24}, {"batch_events": 8 * 1024}])
 def test_every_process_has_its_share_of_every_step(world_size, budget):
     schedule = make([1025] * 1600, Plan(max_length=1024, **budget))
     loads = schedule.loads(0, world_size)
@@ -125,7 +125,7 @@ def test_every_stream_has_a_turn_of_its_own(num_streams):
 
 
 def test_an_epoch_is_ordered_once_whatever_is_asked_of_others(monkeypatch):
-    schedule = Schedule(np.arange(2, 50), np.zeros(48, np.int64), Plan(max_length=20, batch_tokens=100))
+    schedule = Schedule(np.arange(2, 50), np.zeros(48, np.int64), Plan(max_length=20, batch_events=100))
     made, make = [], schedule._make_epoch
     monkeypatch.setattr(schedule, "_make_epoch", lambda epoch: made.append(epoch) or make(epoch))
     for epoch in range(3):
@@ -154,10 +154,10 @@ def test_streams_are_divided_and_too_many_processes_refused():
 @pytest.mark.parametrize(
     ("settings_", "message"),
     [
-        ({"batch_tokens": 5, "batch_users": 5}, "give one of batch_tokens and batch_users"),
-        ({}, "give one of batch_tokens and batch_users"),
-        ({"batch_tokens": 0}, "batch_tokens must be at least 1, not 0"),
-        ({"batch_tokens": 5, "cut": "all"}, "cut must be 'recent' or 'windows', not 'all'"),
+        ({"batch_events": 5, "batch_users": 5}, "give one of batch_events and batch_users"),
+        ({}, "give one of batch_events and batch_users"),
+        ({"batch_events": 0}, "batch_events must be at least 1, not 0"),
+        ({"batch_events": 5, "truncation": "all"}, "truncation must be 'recent' or 'windows', not 'all'"),
     ],
 )
 def test_plans_that_make_no_sense(settings_, message):

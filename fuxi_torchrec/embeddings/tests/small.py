@@ -14,7 +14,7 @@ from fuxi_torchrec.distributed import World
 from fuxi_torchrec.embeddings.inputs import Candidates, make_input, padded
 from fuxi_torchrec.embeddings.sharding import is_sharded, like_weight, local_parts, shard, table_states
 from fuxi_torchrec.embeddings.tables import Table, Tables, collection
-from fuxi_torchrec.modules.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.training.model import SequenceModel
 
 DIM = 8

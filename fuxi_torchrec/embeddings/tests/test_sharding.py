@@ -291,11 +291,11 @@ def test_configurations_whose_result_would_depend_on_the_division_are_refused():
         Config(optimizer=adagrad, tables=TablesConfig(sharding="column_wise"))
     with pytest.raises(ValueError, match=r"tables\.sides\.tags\.sharding is column_wise"):
         Config(optimizer=adagrad, tables=TablesConfig(sides={"tags": SideConfig(sharding="column_wise")}))
-    with pytest.raises(ValueError, match=r"batch\.max_tokens_per_rank accumulates gradients"):
-        Config(optimizer=adagrad, batch=BatchConfig(max_tokens_per_rank=100))
+    with pytest.raises(ValueError, match=r"batch\.max_events_per_rank accumulates gradients"):
+        Config(optimizer=adagrad, batch=BatchConfig(max_events_per_rank=100))
     with pytest.raises(ValueError, match="clip_norm needs all gradients"):
         OptimizerConfig(kind="rowwise_adagrad", clip_norm=1.0)
-    Config(tables=TablesConfig(sharding="column_wise"), batch=BatchConfig(max_tokens_per_rank=100))
+    Config(tables=TablesConfig(sharding="column_wise"), batch=BatchConfig(max_events_per_rank=100))
 
 
 # --- plans -----------------------------------------------------------------------------------------------------------

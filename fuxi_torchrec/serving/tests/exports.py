@@ -7,12 +7,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from fuxi_torchrec.serving.bundle import HISTORIES, STATES, USERS, Bundle, SideTable, scaled
-from fuxi_torchrec.serving.demo import DAY, START, write_demo_export
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.histories import Histories, bounds_of
+from fuxi_torchrec.export.bundle import HISTORIES, STATES, USERS, Bundle, scaled
+from fuxi_torchrec.export.parts import part_name, part_number, read_histories, read_users
+from fuxi_torchrec.export.states import StateFile
 from fuxi_torchrec.serving.encoding import UserModel
-from fuxi_torchrec.serving.histories import Histories, bounds_of
-from fuxi_torchrec.serving.parts import part_name, part_number, read_histories, read_users
-from fuxi_torchrec.serving.states import StateFile
+from fuxi_torchrec.serving.tests.random_export import DAY, START, write_demo_export
 
 SIDES = (SideTable("action", multiple=False, pooling="sum"), SideTable("tags", multiple=True, pooling="mean"))
 
@@ -71,7 +72,7 @@ def histories_of(log, users, demo):
     each = [log.of(user) for user in users]
     rows = [row for rows in each for row in rows]
     tags = [row[3]["tags"] for row in rows]
-    from fuxi_torchrec.serving.histories import Ragged
+    from fuxi_torchrec.events.histories import Ragged
 
     sides = {
         "action": np.array([row[3]["action"] for row in rows], np.int64),
@@ -167,7 +168,7 @@ def check_equals_full_export(path, logs, demo, expected_users):
         assert one.row["last_time"] == kept.times[-1]
         offsets, times = torch.from_numpy(kept.offsets), torch.from_numpy(kept.times)
         y = model.encoder(model.rows(kept), offsets, times, torch.tensor([one.row["as_of"]]))
-        vector = scaled(y[-1:], bundle.manifest.metric)[0]
+        vector = scaled(y[-1:], bundle.manifest.similarity)[0]
         torch.testing.assert_close(torch.from_numpy(one.row["embedding"]), vector.detach(), atol=1e-5, rtol=1e-5)
         assert (one.state is not None) == (one.row["events"] >= bundle.manifest.state_min_events)
         if one.state is not None:

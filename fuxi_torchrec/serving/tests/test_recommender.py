@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from fuxi_torchrec.data.errors import DataError
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.times import now
+from fuxi_torchrec.export.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
+from fuxi_torchrec.export.parts import part_name
 from fuxi_torchrec.serving import append_log
 from fuxi_torchrec.serving import recommender as recommender_module
 from fuxi_torchrec.serving.append_log import LOCK_FILE, LOG_FILE, OLD_FILE, read_log
-from fuxi_torchrec.serving.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
-from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
 from fuxi_torchrec.serving.encoding import UserModel
-from fuxi_torchrec.serving.parts import part_name
 from fuxi_torchrec.serving.recommender import Recommender
-from fuxi_torchrec.serving.refresh import refresh
+from fuxi_torchrec.serving.refresh.refresh import refresh
 from fuxi_torchrec.serving.requests import Request
 from fuxi_torchrec.serving.tests.exports import (
     SIDES,
@@ -34,8 +34,8 @@ from fuxi_torchrec.serving.tests.exports import (
     random_log,
     users_of,
 )
+from fuxi_torchrec.serving.tests.random_export import DAY, START, DemoExport, write_demo_export
 from fuxi_torchrec.serving.tests.threads import mixed_operations
-from fuxi_torchrec.serving.times import now
 
 DEMO = DemoExport(items=50, users=12, events=60, state_min_events=20, users_per_part=5)
 ROOT = Path(__file__).parents[3]
@@ -62,16 +62,16 @@ def expected(path, demo, rows, time):
     y = model.encoder(
         model.rows(history), torch.from_numpy(history.offsets), torch.from_numpy(history.times), torch.tensor([time])
     )
-    items = scaled(model.items[1:], bundle.manifest.metric)
-    scores = items @ scaled(y[-1], bundle.manifest.metric) / bundle.manifest.temperature
+    items = scaled(model.items[1:], bundle.manifest.similarity)
+    scores = items @ scaled(y[-1], bundle.manifest.similarity) / bundle.manifest.temperature
     best = torch.argsort(scores, descending=True)
     return (best + 1001).tolist(), scores[best].detach()
 
 
-@pytest.mark.parametrize("metric", ["l2", "dot"])
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("sides", [(), SIDES], ids=["plain", "sides"])
-def test_answers_are_the_models(tmp_path, metric, sides):
-    demo = replace(DEMO, metric=metric, sides=sides)
+def test_answers_are_the_models(tmp_path, similarity, sides):
+    demo = replace(DEMO, similarity=similarity, sides=sides)
     log, last = log_export(tmp_path, demo)
     users = [user for user in range(8) if log.of(user)]
     with Recommender.load(tmp_path / "x") as recommender:

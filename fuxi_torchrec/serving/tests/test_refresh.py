@@ -13,13 +13,13 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
-from fuxi_torchrec.data.errors import DataError
-from fuxi_torchrec.serving.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError, SideTable
-from fuxi_torchrec.serving.demo import DAY, START, DemoExport, write_demo_export
-from fuxi_torchrec.serving.new_events import read_events
-from fuxi_torchrec.serving.parts import part_name
-from fuxi_torchrec.serving.refresh import refresh
-from fuxi_torchrec.serving.states import StateFile
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.export.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError
+from fuxi_torchrec.export.parts import part_name
+from fuxi_torchrec.export.states import StateFile
+from fuxi_torchrec.serving.refresh.new_events import read_events
+from fuxi_torchrec.serving.refresh.refresh import refresh
 from fuxi_torchrec.serving.tests.exports import (
     SIDES,
     Log,
@@ -30,6 +30,7 @@ from fuxi_torchrec.serving.tests.exports import (
     users_of,
     without_sides,
 )
+from fuxi_torchrec.serving.tests.random_export import DAY, START, DemoExport, write_demo_export
 
 DEMO = DemoExport(items=40, max_length=24, state_min_events=10, users_per_part=5)
 DEMO = replace(DEMO, model={**DEMO.model, "max_positions": 32})
@@ -60,7 +61,7 @@ def moved_anchors(logs, demo, users):
 @pytest.mark.parametrize("seed", range(8))
 def test_refreshes_equal_a_full_export(tmp_path, seed):
     draw = np.random.default_rng(seed)
-    demo = replace(DEMO, sides=SIDES if seed % 2 else (), metric="dot" if seed % 3 == 0 else "l2", seed=seed)
+    demo = replace(DEMO, sides=SIDES if seed % 2 else (), similarity="dot" if seed % 3 == 0 else "cosine", seed=seed)
     if seed % 4 == 1:
         demo = replace(demo, item_id_type="string")
     users = list(range(14))
@@ -254,7 +255,7 @@ def test_a_killed_refresh_leaves_nothing_in_the_way(tmp_path):
     _, last = small(tmp_path)
     Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
     code = (
-        "import os, signal; from fuxi_torchrec.serving.refresh import refresh\n"
+        "import os, signal; from fuxi_torchrec.serving.refresh.refresh import refresh\n"
         "refresh('a', 'e.csv', 'b', progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

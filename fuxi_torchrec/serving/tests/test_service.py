@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fastapi.testclient import TestClient
 
-from fuxi_torchrec.serving.batching import Batcher, OverloadedError
-from fuxi_torchrec.serving.bundle import SideTable
-from fuxi_torchrec.serving.demo import DAY, DemoExport, write_demo_export
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
+from fuxi_torchrec.serving.http.service import Limits, create_app
 from fuxi_torchrec.serving.recommender import Recommender
-from fuxi_torchrec.serving.service import Limits, create_app
+from fuxi_torchrec.serving.tests.random_export import DAY, DemoExport, write_demo_export
 
 DEMO = DemoExport(items=30, users=10)
 JSON = {"Content-Type": "application/json"}
@@ -373,7 +373,7 @@ def test_health_and_metrics_wait_for_nobody(client, recommender):
 
 def test_each_event_is_checked_once(client, recommender, monkeypatch):
     checked = []
-    for name in ("service", "requests"):
+    for name in ("http.service", "requests"):
         check = f"fuxi_torchrec.serving.{name}.check_event_time"
         monkeypatch.setattr(check, lambda value, *_, **__: checked.append(value) or value)
     time = as_of(client)

@@ -4,12 +4,12 @@ import threading
 
 import numpy as np
 
-from fuxi_torchrec.serving.bundle import Bundle, scaled
-from fuxi_torchrec.serving.demo import DAY, DemoExport
+from fuxi_torchrec.events.histories import Histories
+from fuxi_torchrec.export.bundle import Bundle, scaled
 from fuxi_torchrec.serving.encoding import UserModel
-from fuxi_torchrec.serving.histories import Histories
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.tests.exports import assert_states_close, export_of, random_log, users_of
+from fuxi_torchrec.serving.tests.random_export import DAY, DemoExport
 
 
 def mixed_operations(tmp_path, operations, every, threads=8, users=24):
@@ -116,7 +116,7 @@ def prefix_scores(model, history, told):
             if len(some_items) == count:
                 events = Histories(np.array([0, count]), np.array(some_items), np.array(some_times))
                 vector = model.vectors(model.encode(events), np.array([time]))
-                catalogue = scaled(model.items[1:], model.manifest.metric)
+                catalogue = scaled(model.items[1:], model.manifest.similarity)
                 yield (catalogue @ vector[0] / model.manifest.temperature).numpy()
 
     return scores

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from fuxi_torchrec.training.checkpoint_info import Progress
+from fuxi_torchrec.training.checkpoint.info import Progress
 
 
 def test_the_best_validation_is_kept_and_the_worse_ones_since_are_counted():

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from fuxi_torchrec.config import LossConfig
 from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.embeddings.tests.small import ITEMS, input_of, random_batch, small_tables
+from fuxi_torchrec.tasks.negatives import in_batch_pool, shared_pool, uniform_per_position
 from fuxi_torchrec.training.feed import Feed, Step, StepMaker, sequence_weights
-from fuxi_torchrec.training.negatives import in_batch_pool, shared_pool, uniform_per_position
 
 KNOWN = np.arange(1, ITEMS)[np.arange(1, ITEMS) % 4 > 0]
 COUNTS = np.where(np.isin(np.arange(ITEMS), KNOWN), np.arange(ITEMS) + 3, 0)

@@ -41,27 +41,31 @@ def test_a_constant_rate_is_constant():
 
 @pytest.mark.parametrize("decay", ["constant", "linear", "cosine"])
 def test_the_warm_up_rises_linearly_and_reaches_the_rate(decay):
-    assert shares(range(5), decay=decay, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert shares(range(5), lr_schedule=decay, warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_decays_end_at_the_final_share_and_stay_there():
     steps = [10, 55, 100, 101, 5000]
-    assert shares(steps, decay="linear", warmup_steps=10, final_lr=0.2) == pytest.approx([1, 0.6, 0.2, 0.2, 0.2])
-    assert shares(steps, decay="cosine", warmup_steps=10, final_lr=0.2) == pytest.approx([1, 0.6, 0.2, 0.2, 0.2])
+    assert shares(steps, lr_schedule="linear", warmup_steps=10, min_lr_factor=0.2) == pytest.approx(
+        [1, 0.6, 0.2, 0.2, 0.2]
+    )
+    assert shares(steps, lr_schedule="cosine", warmup_steps=10, min_lr_factor=0.2) == pytest.approx(
+        [1, 0.6, 0.2, 0.2, 0.2]
+    )
     quarter = 0.5 * (1 + math.cos(math.pi / 4))
-    assert shares([25], decay="cosine") == pytest.approx([quarter])
-    assert shares([25], decay="linear") == pytest.approx([0.75])
+    assert shares([25], lr_schedule="cosine") == pytest.approx([quarter])
+    assert shares([25], lr_schedule="linear") == pytest.approx([0.75])
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_decay_steps_come_before_the_planned_end(decay):
-    assert shares([0, 20, 40, 60], decay=decay, decay_steps=40) == pytest.approx([1, 0.5, 0, 0])
-    falling = shares(range(101), decay=decay, warmup_steps=7)
+    assert shares([0, 20, 40, 60], lr_schedule=decay, decay_steps=40) == pytest.approx([1, 0.5, 0, 0])
+    falling = shares(range(101), lr_schedule=decay, warmup_steps=7)
     assert falling[6:] == sorted(falling[6:], reverse=True) and falling[-1] == 0
 
 
 def test_a_warm_up_longer_than_the_training_is_only_a_warm_up():
-    assert shares([0, 9, 10, 11], total=5, decay="linear", warmup_steps=10) == [0.1, 1.0, 1.0, 0.0]
+    assert shares([0, 9, 10, 11], total=5, lr_schedule="linear", warmup_steps=10) == [0.1, 1.0, 1.0, 0.0]
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------

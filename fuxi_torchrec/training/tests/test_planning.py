@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.modules.config import FuXiLinearConfig
-from fuxi_torchrec.modules.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
 from fuxi_torchrec.training import planning
 from fuxi_torchrec.training.planning import GB, Cluster, activation_widths, changes_that_fit, described_tables, estimate
 
@@ -63,7 +63,7 @@ def test_a_block_keeps_as_many_numbers_of_an_event_as_the_formula_says(settings)
 
 def plan_for(cluster, items=100_000_000, *settings):
     given = ["model.dim=128", "model.max_positions=512", "model.temporal_periods=[3600, 86400]"]
-    given += ["batch.max_length=4096", "batch.tokens=65536"]
+    given += ["batch.max_length=4096", "batch.events=65536"]
     config = load_config(None, [*given, *settings])
     return config, estimate(config, described_tables(config, items, {}), cluster)
 

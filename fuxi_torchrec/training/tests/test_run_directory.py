@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.data.errors import DataError
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
-from fuxi_torchrec.data.vocabulary import Vocabulary
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.training.run_directory import CONFIG, ITEMS, METRICS, KnownItems, RunDirectory, RunError
 
 # --- the lock --------------------------------------------------------------------------------------------------------
@@ -107,8 +107,8 @@ def test_a_side_feature_more_or_less_is_another_run(directory):
         "train.epochs=99",
         "train.max_steps=5",
         "data.path=elsewhere",
-        "data.workers=2",
-        "batch.max_tokens_per_rank=100",
+        "data.num_workers=2",
+        "batch.max_events_per_rank=100",
         "tables.sharding=data_parallel",
         "tables.sides={action: {pooling: mean, sharding: row_wise}}",
         "model.retention_chunk=8",
@@ -177,14 +177,14 @@ def test_known_items_are_read_as_they_were_written(tmp_path):
     items = KnownItems(known, np.arange(51) * known)
     directory = RunDirectory(tmp_path)
     assert not directory.has_items()
-    directory.write_items(Vocabulary.of(dataset), items)
+    directory.write_items(dataset.vocabulary(), items)
     assert directory.has_items()
     found = directory.read_items()
     np.testing.assert_array_equal(found.known, known)
     np.testing.assert_array_equal(found.counts, items.counts)
     assert found.fingerprint == items.fingerprint
     assert found.ids.tolist() == np.flatnonzero(known).tolist()
-    assert Vocabulary.read(str(tmp_path / ITEMS)).ids.equals(Vocabulary.of(dataset).ids)
+    assert Vocabulary.read(str(tmp_path / ITEMS)).ids.equals(dataset.vocabulary().ids)
 
 
 def test_the_fingerprint_is_of_which_items_are_known():

@@ -1,0 +1,1 @@
+"""FuXi-Linear: three channels, a multi-stage feed-forward network, three equivalent forms."""

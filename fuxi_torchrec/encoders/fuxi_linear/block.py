@@ -1,0 +1,129 @@
+"""One block: norm, one projection, three channels, gated merge, multi-stage feed-forward network."""
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fuxi_torchrec.encoders.fuxi_linear.channels import (
+    Channel,
+    Form,
+    PositionalChannel,
+    RetentionChannel,
+    Step,
+    TemporalChannel,
+)
+from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
+from fuxi_torchrec.encoders.norms import layer_norm, rms_norm
+
+# What a block remembers of B users: a tensor per channel, by the channel's name.
+BlockState = dict[str, Tensor]
+
+
+class Block(nn.Module):
+    """``z = o·W_0 + x`` with o the gated channels; ``out = ((m W_1) ⊙ SiLU(m W_2)) W_3 + z`` with m = RMSNorm(z).
+
+    Args:
+        config: the encoder's.
+        shared_decay: the temporal channel whose decays to use; its own if None.
+    """
+
+    def __init__(self, config: FuXiLinearConfig, shared_decay: TemporalChannel | None = None) -> None:
+        super().__init__()
+        d, hidden = config.dim, config.hidden_dim
+        self.official = config.preset == "official"
+        self.norm = layer_norm if self.official else rms_norm
+        # in the order of the merge
+        self.retention = RetentionChannel(config) if config.use_retention else None
+        self.temporal = TemporalChannel(config, shared_decay) if config.use_temporal else None
+        self.positional = PositionalChannel(config) if config.use_positional else None
+        # columns: u of every channel, then each channel's own
+        self.gate_dim = d * len(self.channels)
+        self.widths = [self.gate_dim, *(channel.columns for channel in self.channels.values())]
+        self.in_proj = nn.Parameter(torch.empty(d, sum(self.widths)))
+        self.out_proj = nn.Parameter(torch.empty(self.gate_dim, d))  # W_0
+        self.ffn_in = nn.Parameter(torch.empty(d, 2 * hidden))  # W_1 | W_2
+        self.ffn_out = nn.Parameter(torch.empty(hidden, d))  # W_3
+        self.dropout = nn.Dropout(config.dropout)
+
+    @property
+    def channels(self) -> dict[str, Channel]:
+        """The channels that are on, by name."""
+        every = {"retention": self.retention, "temporal": self.temporal, "positional": self.positional}
+        return {name: channel for name, channel in every.items() if channel is not None}
+
+    def reset_parameters(self) -> None:
+        """N(0, 0.02), but U(±1/sqrt(d)) for the values of the temporal and positional channels."""
+        for weight in (self.in_proj, self.out_proj, self.ffn_in, self.ffn_out):
+            nn.init.normal_(weight, std=0.02)
+        bound = self.in_proj.shape[0] ** -0.5
+        columns = self.in_proj.detach().split(self.widths, dim=1)[1:]
+        for (name, channel), part in zip(self.channels.items(), columns, strict=True):
+            if name != "retention":
+                nn.init.uniform_(part, -bound, bound)
+            channel.reset_parameters()
+
+    def project(self, x_TD: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
+        """The gate u, and each channel's columns, from one matrix product."""
+        u, *columns = (self.norm(x_TD) @ self.in_proj).split(self.widths, dim=-1)
+        return F.silu(u) if self.official else u, columns
+
+    def project_columns(self, x_TD: Tensor) -> Sequence[Tensor]:
+        """Each channel's columns alone, where nobody asks for the block's output."""
+        return (self.norm(x_TD) @ self.in_proj[:, self.gate_dim :]).split(self.widths[1:], dim=-1)
+
+    def merge(self, x_TD: Tensor, u: Tensor, ys: Sequence[Tensor]) -> Tensor:
+        """Norm and gate the channels' rows, mix them, and run the feed-forward network."""
+        gated = torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u
+        # not addmm: it rounds onto the residual at every step of the sum when there are one or two rows
+        z = self.dropout(gated) @ self.out_proj + x_TD
+        linear, gate = (self.dropout(rms_norm(z)) @ self.ffn_in).chunk(2, dim=-1)
+        return (linear * F.silu(gate)) @ self.ffn_out + z
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        sequences: Sequences,
+        form: Form = "chunkwise",
+        state: BlockState | None = None,
+        with_state: bool = False,
+    ) -> tuple[Tensor, BlockState]:
+        """All events of all users, and what is remembered after each user's last.
+
+        Args:
+            x_TD: the block's input rows.
+            sequences: what the batch decides.
+            form: how to compute.
+            state: what is remembered from before each user's first row; nothing if None.
+            with_state: whether the state after the last row is wanted; else it is empty.
+        """
+        u, columns = self.project(x_TD)
+        ys, after = [], {}
+        for (name, channel), rows in zip(self.channels.items(), columns, strict=True):
+            y, final = channel(rows, sequences, form, None if state is None else state[name], with_state)
+            ys.append(y)
+            if with_state:
+                after[name] = cast(Tensor, final)
+        return self.merge(x_TD, u, ys), after
+
+    def remember(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
+        """The state after each user's last row, where nobody asks for the block's output; without gradients."""
+        columns = self.project_columns(x_TD)
+        return {name: channel.remember(rows, sequences, state[name]) for name, channel, rows in self._with(columns)}
+
+    def read(self, x_BD: Tensor, step: Step, state: BlockState) -> tuple[Tensor, Sequence[Tensor]]:
+        """One event of each user, from a state that is not changed; and the columns that :meth:`write` takes."""
+        u, columns = self.project(x_BD)
+        ys = [channel.read(rows, step, state[name]) for name, channel, rows in self._with(columns)]
+        return self.merge(x_BD, u, ys), columns
+
+    def write(self, columns: Sequence[Tensor], step: Step, state: BlockState) -> BlockState:
+        """The state after one event of each user."""
+        return {name: channel.write(rows, step, state[name]) for name, channel, rows in self._with(columns)}
+
+    def _with(self, columns: Sequence[Tensor]) -> Iterator[tuple[str, Channel, Tensor]]:
+        for (name, channel), rows in zip(self.channels.items(), columns, strict=True):
+            yield name, channel, rows

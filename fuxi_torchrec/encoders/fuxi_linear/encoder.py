@@ -1,0 +1,314 @@
+"""FuXi-Linear: the encoder."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fuxi_torchrec.encoders import checks
+from fuxi_torchrec.encoders.fuxi_linear import official
+from fuxi_torchrec.encoders.fuxi_linear.block import Block, BlockState
+from fuxi_torchrec.encoders.fuxi_linear.channels import Channel, Form, Step
+from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences, temporal_vectors
+from fuxi_torchrec.encoders.fuxi_linear.tiles import Tile, part, tiles
+from fuxi_torchrec.encoders.state import EncoderState
+
+# So many numbers, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
+# and are used again; larger ones would be fetched from the system, page by page, every time.
+TILE_NUMBERS = {"cpu": 2**19}
+TILE_NUMBERS_ELSEWHERE = 2**23
+
+
+class FuXiLinearEncoder(nn.Module):
+    """Rows and times of events in, one vector per event or per user out, in time linear in the number of events.
+
+    Args:
+        config: shape and switches.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> encoder = FuXiLinearEncoder(FuXiLinearConfig(dim=16, num_layers=2, num_heads=2, max_positions=64,
+        ...                                              temporal_periods=(3600, 86400))).eval()
+        >>> x = torch.randn(5, 16)                       # events of two users: 3 and 2
+        >>> offsets = torch.tensor([0, 3, 5])
+        >>> times = torch.tensor([1000, 2000, 9000, 500, 700])
+        >>> now = torch.tensor([10000, 10000])
+        >>> y = encoder(x, offsets, times, now)
+        >>> y.shape
+        torch.Size([5, 16])
+        >>> state = encoder.append(encoder.init_state(2), x, offsets, times)
+        >>> torch.allclose(encoder.query(state, now), y[[2, 4]], atol=1e-5)
+        True
+    """
+
+    def __init__(self, config: FuXiLinearConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.fingerprint = config.fingerprint()
+        self.positions = nn.Parameter(torch.empty(config.max_positions, config.dim))
+        self.blocks = nn.ModuleList([Block(config)])
+        # official: one set of temporal decays, in block 0, for all blocks
+        shared = self.layers[0].temporal if config.preset == "official" else None
+        self.blocks.extend(Block(config, shared) for _ in range(1, config.num_layers))
+        self.dropout = nn.Dropout(config.dropout)
+        self.reset_parameters()
+
+    @property
+    def layers(self) -> list[Block]:
+        """The blocks, first to last."""
+        return [cast(Block, block) for block in self.blocks]
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        nn.init.xavier_normal_(self.positions)
+        for block in self.layers:
+            block.reset_parameters()
+
+    @classmethod
+    def from_official(
+        cls, params: Mapping[str, Tensor], temporal_periods: tuple[int, ...], dropout: float = 0.0
+    ) -> "FuXiLinearEncoder":
+        """An encoder with weights trained with the released code; ``official.py`` beside this lists its names."""
+        encoder = cls(official.infer_config(params, temporal_periods, dropout))
+        official.load(encoder.positions, encoder.layers, params)
+        return encoder
+
+    def forward(
+        self,
+        x: Tensor,
+        offsets: Tensor,
+        timestamps: Tensor,
+        request_timestamps: Tensor,
+        *,
+        form: Form = "chunkwise",
+        validate: bool | None = None,
+    ) -> Tensor:
+        """Every position's output, each asked at the time of the event after it, the last at the request time.
+
+        Args:
+            x: (T, D) event rows of all users, one user after another.
+            offsets: (B + 1,) int64 bounds of the users' rows; kept on the host it saves a device sync.
+            timestamps: (T,) int64, in the unit of ``temporal_periods``.
+            request_timestamps: (B,) int64; before the user's last event nothing decays, the phase is its own.
+            form: how to compute; the result is the same.
+            validate: check values too (finite rows, monotone offsets, possible times); by default on the CPU only.
+
+        Returns:
+            (T, D); a user without events has no row.
+        """
+        if form not in ("chunkwise", "parallel", "recurrent"):
+            raise ValueError(f"form must be 'chunkwise', 'parallel' or 'recurrent', not {form!r}")
+        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, request_timestamps)
+        if not len(x):
+            # connected to every parameter: a process without events still takes part in the gradients' reduction
+            wide = x.to(torch.promote_types(x.dtype, self.positions.dtype))  # as with events, also under autocast
+            return wide + sum(p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad)
+        sequences = Sequences(self.config, bounds, timestamps, request_timestamps, _wide(x.dtype))
+        rows = self._embed(x, sequences.position_T)
+        if form == "chunkwise":
+            return self._tiled(rows, sequences)
+        for block in self.layers:
+            rows, _ = self._run(block, rows, sequences, form)
+        return rows
+
+    def init_state(self, batch_size: int) -> EncoderState:
+        """The state of users without events."""
+        if batch_size < 0:
+            raise ValueError(f"batch_size must not be negative, but is {batch_size}")
+        like = self.positions.detach()
+        checks.precision(like.device)
+
+        def zeros(channel: Channel) -> Tensor:
+            return like.new_zeros(batch_size, *channel.state_shape, dtype=channel.state_dtype or like.dtype)
+
+        memory = tuple({name: zeros(channel) for name, channel in block.channels.items()} for block in self.layers)
+        count, time = (like.new_zeros(batch_size, dtype=torch.int64) for _ in range(2))
+        return EncoderState(self.fingerprint, count, time, like.new_zeros(batch_size, self.config.dim), memory)
+
+    @torch.no_grad()
+    def append(
+        self, state: EncoderState, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
+    ) -> EncoderState:
+        """The state after any number of new events per user, 0 included; the given state is not changed.
+
+        Args:
+            state: of B users.
+            x: (T, D) rows of the new events, one user after another.
+            offsets: (B + 1,) int64.
+            timestamps: (T,) int64.
+            validate: check values too; by default on the CPU only.
+        """
+        self._check_serving(state)
+        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate)
+        if len(bounds) - 1 != len(state):
+            raise ValueError(f"offsets describes {len(bounds) - 1} users, the state has {len(state)}")
+        if not len(x):
+            return state
+        sequences = Sequences(self.config, bounds, timestamps, timestamps[:0], x.dtype, state.count)
+        rows = self._embed(x, sequences.position_T)
+        new = [b - a for a, b in itertools.pairwise(bounds)]
+        if max(new) > 1:
+            return self._append_many(state, rows, sequences.bounds, timestamps)
+        if min(new) == 1:
+            return self._append_one(state, rows, timestamps)
+        users = [user for user, events in enumerate(new) if events]
+        return state.put(users, self._append_one(state.select(users), rows, timestamps))
+
+    @torch.no_grad()
+    def query(self, state: EncoderState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
+        """Each user at a time: (B, D), zero for users without events. The state is unchanged.
+
+        Args:
+            state: of B users.
+            request_timestamps: (B,) int64.
+            validate: check values too; by default on the CPU only.
+        """
+        self._check_serving(state)
+        checks.requests(request_timestamps, len(state), self.positions.device, validate)
+        return self._query(state, request_timestamps)
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _embed(self, x: Tensor, position: Tensor) -> Tensor:
+        """``x_i = Dropout(sqrt(d) e_i + P[i−1])``."""
+        return self.dropout(torch.add(self.positions[position], x, alpha=math.sqrt(self.config.dim)))
+
+    def _check_serving(self, state: EncoderState) -> None:
+        if self.training and self.config.dropout:
+            raise ValueError("append and query are for evaluation: call encoder.eval() first")
+        if state.fingerprint != self.fingerprint:
+            found, own = state.fingerprint, self.fingerprint
+            raise ValueError(f"state is of another configuration: fingerprint {found}, the encoder has {own}")
+        if state.pending.dtype != self.positions.dtype or state.pending.device != self.positions.device:
+            raise ValueError(
+                f"state is {state.pending.dtype} on {state.pending.device}, "
+                f"the encoder {self.positions.dtype} on {self.positions.device}"
+            )
+
+    def _step(self, state: EncoderState, next_time_B: Tensor) -> Step:
+        """The pending events, followed by something at ``next_time_B``."""
+        position = (state.count - 1).clamp(0, self.config.max_positions - 1)
+        ticks = (next_time_B - state.pending_time).clamp(min=0)
+        return Step(
+            position, ticks, *temporal_vectors(self.config, state.pending_time, next_time_B, state.pending.dtype)
+        )
+
+    def _query(self, state: EncoderState, time_B: Tensor) -> Tensor:
+        """The last block's output of the pending events, asked at a time."""
+        step, rows = self._step(state, time_B), state.pending
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            rows, _ = block.read(rows, step, memory)
+        return rows * (state.count > 0).unsqueeze(1)
+
+    def _append_one(self, state: EncoderState, rows: Tensor, time_B: Tensor) -> EncoderState:
+        """One new event for every user: commit the pending one with its real successor, then wait with the new one."""
+        step, x, after = self._step(state, time_B), state.pending, list[BlockState]()
+        waiting_B1 = (state.count > 0).to(rows.dtype).unsqueeze(1)
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            if len(after) + 1 < len(self.blocks):
+                x, columns = block.read(x, step, memory)
+            else:  # nobody asks for the last block's output
+                columns = block.project_columns(x)
+            # zero columns, of a user without a pending event, write nothing
+            after.append(block.write([column * waiting_B1 for column in columns], step, memory))
+        return replace(state, count=state.count + 1, pending=rows, pending_time=time_B.clone(), memory=tuple(after))
+
+    def _append_many(self, state: EncoderState, rows: Tensor, at: Tensor, time_T: Tensor) -> EncoderState:
+        """Commit the pending event and all new ones but the last; then wait with the last.
+
+        Args:
+            state: of B users.
+            rows: of the new events, as they enter the first block.
+            at: (B + 1,) bounds of the users' rows.
+            time_T: of the new events.
+        """
+        users = len(state)
+        new_B, waiting_B = at.diff(), (state.count > 0).long()
+        committed_B = torch.where(new_B > 0, new_B + waiting_B - 1, 0)
+        commit_at = torch.cat((committed_B.new_zeros(1), committed_B.cumsum(0)))
+        user_X = torch.repeat_interleave(torch.arange(users, device=at.device), committed_B)
+        event_X = torch.arange(len(user_X), device=at.device) - commit_at[user_X]
+        # of the pending events first, then of the new ones
+        new_X = users + at[user_X] + event_X - waiting_B[user_X]
+        source_X = torch.where(event_X < waiting_B[user_X], user_X, new_X)
+        last_B = (at[1:] - 1).clamp(min=0)
+        blocks = [{name: x.clone() for name, x in memory.items()} for memory in state.memory]
+        if len(user_X):
+            times = torch.cat((state.pending_time, time_T))[source_X]
+            start_B = (state.count - 1).clamp(min=0)
+            sequences = Sequences(self.config, commit_at.tolist(), times, time_T[last_B], rows.dtype, start_B)
+            self._commit(torch.cat((state.pending, rows))[source_X], sequences, blocks)
+        touched = new_B > 0
+        return replace(
+            state,
+            count=state.count + new_B,
+            pending=torch.where(touched[:, None], rows[last_B], state.pending),
+            pending_time=torch.where(touched, time_T[last_B], state.pending_time),
+            memory=tuple(blocks),
+        )
+
+    def _tiles(self, rows: Tensor, sequences: Sequences) -> Iterator[tuple[Tile, Sequences, Tensor]]:
+        """Tiles of a batch: where they lie, what they cover, and their rows."""
+        numbers = TILE_NUMBERS.get(rows.device.type, TILE_NUMBERS_ELSEWHERE)
+        for tile in tiles(sequences.offsets, max(1, numbers // self.config.dim)):
+            yield tile, part(sequences, tile), rows[tile.first_row : tile.end_row]
+
+    def _tiled(self, rows: Tensor, sequences: Sequences) -> Tensor:
+        """All blocks over one tile of rows after another; a user cut by a tile's edge goes on from its state."""
+        outputs, carried = [], list[BlockState]()
+        for tile, covered, x in self._tiles(rows, sequences):
+            before, carried = carried, []
+            for layer, block in enumerate(self.layers):
+                state = None
+                if tile.goes_on:
+                    state = {name: _extended(s, len(tile.offsets) - 1) for name, s in before[layer].items()}
+                x, after = self._run(block, x, covered, "chunkwise", state, tile.cut)
+                carried.append({name: s[-1:] for name, s in after.items()})
+            outputs.append(x)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _commit(self, rows: Tensor, sequences: Sequences, blocks: list[BlockState]) -> None:
+        """The same without outputs: the states of all users are replaced by those after their last rows."""
+        for tile, covered, x in self._tiles(rows, sequences):
+            users = slice(tile.first_user, tile.end_user)
+            for block, whole in zip(self.layers, blocks, strict=True):
+                state = {name: s[users] for name, s in whole.items()}
+                if whole is not blocks[-1]:
+                    x, state = block(x, covered, "chunkwise", state, True)
+                else:  # nobody asks for the last block's output
+                    state = block.remember(x, covered, state)
+                for name, s in state.items():
+                    whole[name][users] = s
+
+    def _run(
+        self,
+        block: Block,
+        x: Tensor,
+        sequences: Sequences,
+        form: Form,
+        state: BlockState | None = None,
+        with_state: bool = False,
+    ) -> tuple[Tensor, BlockState]:
+        """One block; its activations are kept for the backward pass, or made again there."""
+        if self.config.activation_checkpointing and torch.is_grad_enabled():
+            again: tuple[Tensor, BlockState] = checkpoint(
+                block, x, sequences, form, state, with_state, use_reentrant=False
+            )
+            return again
+        now: tuple[Tensor, BlockState] = block(x, sequences, form, state, with_state)
+        return now
+
+
+def _extended(first: Tensor, users: int) -> Tensor:
+    """The first user's state, and zero for the others."""
+    return torch.cat((first, first.new_zeros(users - 1, *first.shape[1:])))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

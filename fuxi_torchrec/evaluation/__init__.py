@@ -1,0 +1,1 @@
+"""Exact ranks on a sharded catalogue, ranking metrics, baselines."""

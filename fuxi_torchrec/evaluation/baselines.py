@@ -1,0 +1,116 @@
+"""What a model must beat: popular items, the user's latest and most frequent ones, what usually follows the last one.
+
+Each is an order of all known items, so a target has exactly one rank: items with equal scores stand by popularity, and
+items of equal popularity by index; a user's equally frequent items by how lately they came.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fuxi_torchrec.data.batches import BatchMaker, EventBatch
+from fuxi_torchrec.evaluation.ranking import UNRANKED
+
+Ints = NDArray[np.int64]
+NAMES = ("popularity", "recent items", "frequent items", "transitions")
+
+
+@dataclass(frozen=True)
+class _Transitions:
+    """Successors of each item in the training split, most frequent first."""
+
+    first: Ints  # (items + 2,) where an item's successors begin
+    successors: Ints
+
+    def of(self, item: int) -> Ints:
+        return self.successors[self.first[item] : self.first[item + 1]]
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Pairs of neighbouring items, each as one number, in order; and how often they came."""
+
+    codes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    times: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+
+    @staticmethod
+    def merge(parts: "Sequence[_Pairs]") -> "_Pairs":
+        codes, where = np.unique(np.concatenate([part.codes for part in parts]), return_inverse=True)
+        times = np.concatenate([part.times for part in parts])
+        return _Pairs(codes, np.bincount(where, weights=times, minlength=len(codes)).astype(np.int64))
+
+
+class Baselines:
+    """Ranks of targets by rules that need no model.
+
+    Args:
+        maker: the dataset with its split.
+        known: (items + 1,) which items are candidates.
+        counts: (items + 1,) training events of each.
+    """
+
+    def __init__(self, maker: BatchMaker, known: NDArray[np.bool_], counts: Ints) -> None:
+        self.known = known
+        order = np.lexsort((np.arange(len(counts)), -counts))
+        self._by_popularity = order[known[order]]
+        self._place = np.full(len(counts), len(counts), np.int64)  # of each item among all by popularity
+        self._place[self._by_popularity] = np.arange(len(self._by_popularity))
+        self._transitions = self._count_transitions(maker)
+
+    def _count_transitions(self, maker: BatchMaker) -> _Transitions:
+        items = len(self.known)
+        merged, waiting = _Pairs(), list[_Pairs]()
+        for before, after in maker.training_pairs():
+            keep = self.known[before] & self.known[after]
+            waiting.append(_Pairs(*np.unique(before[keep] * items + after[keep], return_counts=True)))
+            if sum(len(part.codes) for part in waiting) >= len(merged.codes):  # few merges, of as much again each
+                merged, waiting = _Pairs.merge([merged, *waiting]), []
+        merged = _Pairs.merge([merged, *waiting])
+        codes, times = merged.codes, merged.times
+        before, after = codes // items, codes % items
+        order = np.lexsort((self._place[after], -times, before))
+        first = np.searchsorted(before[order], np.arange(items + 1))
+        return _Transitions(first, after[order])
+
+    def ranks(self, histories: EventBatch, targets: Sequence[int], filter_seen: bool) -> dict[str, torch.Tensor]:
+        """Ranks by each rule; UNRANKED for unknown targets.
+
+        Args:
+            histories: everything before the targets.
+            targets: ids, 0 if unknown.
+            filter_seen: leave the user's own items out of the candidates; the target stays.
+        """
+        items, offsets = histories.items.numpy(), histories.offsets.numpy()
+        ranks: dict[str, list[int]] = {name: [] for name in NAMES}
+        for number, target in enumerate(targets):
+            history = items[offsets[number] : offsets[number + 1]]
+            for name, rank in zip(NAMES, self._of_user(history, target, filter_seen), strict=True):
+                ranks[name].append(rank)
+        return {name: torch.tensor(found, dtype=torch.int64) for name, found in ranks.items()}
+
+    def _of_user(self, history: Ints, target: int, filter_seen: bool) -> list[int]:
+        if target == 0:
+            return [UNRANKED] * len(NAMES)
+        distinct, back, times = np.unique(history[::-1], return_index=True, return_counts=True)
+        known = self.known[distinct]
+        distinct, back, times = distinct[known], back[known], times[known]
+        recent = distinct[np.argsort(back)]  # latest first
+        frequent = distinct[np.lexsort((back, -times))]
+        after = self._transitions.of(int(history[-1])) if len(history) else recent[:0]
+        left_out = recent[recent != target] if filter_seen else recent[:0]
+        if filter_seen:
+            recent = frequent = recent[:0]  # none of them is a candidate
+            after = after[~np.isin(after, left_out)]
+        rules = (recent[:0], recent, frequent, after)
+        return [self._rank(first, target, left_out) for first in rules]
+
+    def _rank(self, first: Ints, target: int, left_out: Ints) -> int:
+        """The target's place when ``first`` come first, then all others by popularity."""
+        found = np.flatnonzero(first == target)
+        if len(found):
+            return int(found[0]) + 1
+        better = self._place[np.concatenate([first, left_out])] < self._place[target]
+        return len(first) + int(self._place[target]) - int(better.sum()) + 1

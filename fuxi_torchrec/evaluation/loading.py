@@ -1,0 +1,265 @@
+"""A trained run, ready to be asked: its checkpoint under a row-wise plan of this job's own, and a dataset."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from fuxi_torchrec.config import Config, Sharding
+from fuxi_torchrec.data.batches import BatchMaker, EventBatch, Items
+from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
+from fuxi_torchrec.data.reader import Block, Reader, SideColumn
+from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks
+from fuxi_torchrec.embeddings.pipeline import ShardedModel
+from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, shard
+from fuxi_torchrec.embeddings.tables import Tables, tables_for
+from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.evaluation.shares import Shares
+from fuxi_torchrec.evaluation.validation import event_rows
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.vocabulary import Vocabulary
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.checkpoint.info import CheckpointError, Info, find_checkpoint
+from fuxi_torchrec.training.checkpoint.store import Checkpoints, table_rows
+from fuxi_torchrec.training.checkpoint.unshard import plain_name
+from fuxi_torchrec.training.model import SequenceModel
+from fuxi_torchrec.training.run_data import split_of
+from fuxi_torchrec.training.run_directory import ITEMS, KnownItems, RunDirectory
+
+logger = get_logger(__name__)
+
+Ints = NDArray[np.int64]
+
+_EVENTS = 2**15  # events of a batch on a process
+_STATE_BYTES = 2**27  # of a batch's states, about
+
+
+class RetrievalError(ValueError):
+    """What cannot be evaluated or exported as asked."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A run's weights on this job's processes, and the data to use them on.
+
+    Attributes:
+        config: the run's, with this job's sharding.
+        directory: the run's.
+        checkpoint: where the weights are from.
+        info: what the checkpoint says of itself.
+        vocabulary: raw ids of the run's items.
+        items: which of them it knows.
+        dataset: what is evaluated or exported; its own fingerprint, the run's indices.
+        maker: makes batches of it.
+        unknown_items: items of the dataset that the run's vocabulary lacks; 0 for the run's own data.
+    """
+
+    config: Config
+    directory: RunDirectory
+    checkpoint: Path
+    info: Info
+    vocabulary: Vocabulary
+    items: KnownItems
+    dataset: Dataset
+    maker: BatchMaker
+    tables: Tables
+    model: ShardedModel
+    world: World
+    unknown_items: int = 0
+
+    @property
+    def module(self) -> SequenceModel:
+        """The model inside its wrappers."""
+        module = self.model.module
+        assert isinstance(module, SequenceModel)
+        return module
+
+    @property
+    def encoder(self) -> FuXiLinearEncoder:
+        """Every process has all of it."""
+        return self.module.head.encoder
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a user's state."""
+        return int(self.encoder.init_state(1).to_bytes().shape[1])
+
+    def shares(self, users: Ints, events: Ints) -> Shares:
+        """Users divided among processes and into batches whose events and states are bounded.
+
+        Args:
+            users: rows in order.
+            events: of each of them that are encoded.
+        """
+        return Shares.of(users, events, self.world.size, _EVENTS, max(1, _STATE_BYTES // self.record_bytes))
+
+    def states(self, batch: EventBatch) -> EncoderState:
+        """The users of a batch after their events: a collective."""
+        rows, ready = event_rows(self.model, batch, self.tables)
+        return self.encoder.append(
+            self.encoder.init_state(len(batch)), rows, ready.offsets, ready.timestamps, validate=False
+        )
+
+
+def load(
+    run_dir: str | Path,
+    world: World,
+    which: str | None = None,
+    data: str | None = None,
+    allow_other_data: bool = False,
+) -> Loaded:
+    """Load a run: a collective.
+
+    Args:
+        run_dir: of the run.
+        which: checkpoint, ``best``, ``latest`` or a step; by default the best one if there is one, else the latest.
+        data: a dataset in place of the run's own path.
+        allow_other_data: take a dataset of another fingerprint, its items found by their raw ids.
+    """
+    directory = RunDirectory(run_dir)
+    with raise_on_all_ranks("opening the run"):
+        config = directory.read_config()
+    checkpoints = Checkpoints(directory.checkpoints, 1, world)
+    path = broadcast_from_rank_0("looking for the checkpoint", lambda: find_checkpoint(directory.checkpoints, which))
+    info = checkpoints.read_info(path)
+    with raise_on_all_ranks("opening the dataset"):
+        if info.identity.encoder != str(config.model.fingerprint()):
+            raise CheckpointError(
+                f"{path}: the checkpoint's encoder is not that of {directory.path}/config.yaml, or was made by another "
+                f"version of this software ({info.software})"
+            )
+        dataset = _open_dataset(config, info, data, allow_other_data)
+        vocabulary, items = Vocabulary.read(str(directory.path / ITEMS)), directory.read_items()
+        if len(vocabulary) != info.identity.items or items.fingerprint != info.identity.vocabulary:
+            raise CheckpointError(f"{path}: the checkpoint knows other items than {directory.path}/{ITEMS}")
+        tables, config = _tables(config, info, path, dataset.info, world.size)
+        reader, unknown = _reader(config, info, dataset, vocabulary, tables)
+        maker = BatchMaker(reader, split_of(config.data), Items(items.known))
+    model, plan = shard(SequenceModel(config, tables), tables, config.optimizer, world)
+    checkpoints.load(path, model, None)
+    model.eval()
+    logger.info("%s on %d processes\n%s", path, world.size, describe(plan, tables))
+    return Loaded(
+        config, directory, path, info, vocabulary, items, dataset, maker, tables, model, world, unknown
+    )  # fmt: skip
+
+
+# --- the dataset -----------------------------------------------------------------------------------------------------
+
+
+def _open_dataset(config: Config, info: Info, data: str | None, allow_other_data: bool) -> Dataset:
+    dataset = Dataset.open(data or config.data.path)
+    unit, found = config.data.time_unit, dataset.info
+    if found.time_unit != unit:
+        raise DataError(f"{dataset.path}: times are in {found.time_unit}, the run's in {unit}: prepare it in {unit}")
+    if found.fingerprint != info.identity.dataset and not allow_other_data:
+        raise RetrievalError(
+            f"{dataset.path}: the dataset's fingerprint is {found.fingerprint}, the run was trained on "
+            f"{info.identity.dataset}: give the run's own with --data, or take this one with --allow-other-data, its "
+            "items found by their raw ids"
+        )
+    return dataset
+
+
+def _tables(config: Config, info: Info, checkpoint: Path, found: DatasetInfo, world_size: int) -> tuple[Tables, Config]:
+    """The checkpoint's tables, row-wise where there are rows enough; and the configuration that says so."""
+    rows = {plain_name(name): size for name, size in table_rows(checkpoint).items()}
+    sides = tuple(
+        dataclasses.replace(side, cardinality=rows.get(f"side_{side.name}", side.cardinality)) for side in found.sides
+    )
+    about = dataclasses.replace(found, items=info.identity.items, sides=sides)
+    # nothing is trained: the kernel without moments, whatever the run's optimizer
+    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, kind="adamw"))
+
+    def sharded(item: Sharding, side: Sharding) -> Config:
+        chosen = {name: dataclasses.replace(each, sharding=side) for name, each in config.tables.sides.items()}
+        return dataclasses.replace(config, tables=dataclasses.replace(config.tables, sharding=item, sides=chosen))
+
+    ways: list[tuple[Sharding, Sharding]] = [("row_wise", "row_wise"), ("row_wise", "data_parallel")]
+    for way in ways:
+        attempt = sharded(*way)
+        tables = tables_for(attempt.tables, config.model.dim, about)
+        try:
+            check_shardable(tables, attempt.optimizer, world_size)
+            return tables, attempt
+        except ShardingError:
+            continue
+    attempt = sharded("data_parallel", "data_parallel")  # fewer rows than processes
+    return tables_for(attempt.tables, config.model.dim, about), attempt
+
+
+def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary, tables: Tables) -> tuple[Reader, int]:
+    """The dataset in the run's indices, and how many of its items the run's vocabulary lacks."""
+    sides = [table.feature for table in tables.sides]
+    if dataset.info.fingerprint == info.identity.dataset:
+        return Reader(dataset, sides, config.data.on_bad_rows), 0
+    own = dataset.vocabulary()
+    if pa.types.is_integer(own.ids.type) != pa.types.is_integer(vocabulary.ids.type):
+        raise DataError(
+            f"{dataset.path}: item ids are {own.ids.type}, the run's are {vocabulary.ids.type}: they cannot be matched"
+        )
+    index = np.concatenate([[0], vocabulary.index(own.ids.cast(vocabulary.ids.type))])
+    unknown = int((index[1:] == 0).sum())
+    logger.warning(
+        "%s is not the data the run was trained on: %d of its %d items are unknown to the run",
+        dataset.path,
+        unknown,
+        len(own),
+    )
+    sizes = {table.feature: table.rows for table in tables.sides}
+    maps = {name: _side_map(config, info, dataset, name, sizes[name]) for name in sides}
+    return RemappedReader(dataset, sides, config.data.on_bad_rows, index, maps), unknown
+
+
+def own_dataset(config: Config, info: Info, dataset: Dataset, name: str) -> Dataset:
+    """The dataset whose values of a side feature are a run's indices: its own, also where another one is used."""
+    if dataset.info.fingerprint == info.identity.dataset:
+        return dataset
+    try:
+        own = Dataset.open(config.data.path)
+        if own.info.fingerprint != info.identity.dataset:
+            raise DataError(f"its fingerprint is {own.info.fingerprint}, the run's is {info.identity.dataset}")
+    except DataError as error:
+        raise DataError(
+            f"{dataset.path}: values of the side feature {name} are matched through those of the run's own dataset, "
+            f"data.path = {config.data.path}: {error}. Put it back there"
+        ) from None
+    return own
+
+
+def _side_map(config: Config, info: Info, dataset: Dataset, name: str, rows: int) -> Ints:
+    """The run's value of each value of a side feature, 0 for what it does not know."""
+    (side,) = (side for side in dataset.info.sides if side.name == name)
+    if not side.vocabulary:
+        values = np.arange(side.cardinality)
+        return np.where(values < rows, values, 0)
+    theirs, ours = (each.side_values(name) for each in (own_dataset(config, info, dataset, name), dataset))
+    found = pc.fill_null(pc.add(pc.index_in(ours, value_set=theirs), 1), 0)
+    return np.concatenate([[0], found.to_numpy(zero_copy_only=False)]).astype(np.int64)
+
+
+class RemappedReader(Reader):
+    """Another dataset's events in a run's indices; 0 for what the run does not know.
+
+    Args:
+        index: (items + 1,) the run's index of each item of the dataset.
+        sides_index: of each side feature, the run's value of each value.
+    """
+
+    def __init__(
+        self, dataset: Dataset, sides: list[str], on_bad_rows: str, index: Ints, sides_index: dict[str, Ints]
+    ) -> None:
+        super().__init__(dataset, sides, "skip" if on_bad_rows == "skip" else "error")
+        self._index, self._sides_index = index, sides_index
+
+    def _read(self, number: int) -> Block:
+        block = super()._read(number)
+        sides = {
+            name: SideColumn(self._sides_index[name][side.values], side.offsets) for name, side in block.sides.items()
+        }
+        return dataclasses.replace(block, items=self._index[block.items], sides=sides)

@@ -1,0 +1,209 @@
+"""Exact ranks of targets among all candidates, each process scoring its own part of the catalogue.
+
+A target's rank is 1 plus the number of other candidates with a strictly higher score: ties count for the target. An
+unknown target has no rank and counts as a miss. Scores are float32 matrix products.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fuxi_torchrec.distributed import World, raise_on_all_ranks
+from fuxi_torchrec.embeddings.rows import item_rows
+from fuxi_torchrec.tasks.softmax import Similarity, scaled_items
+
+CUTS = (1, 5, 10, 50, 200)
+UNRANKED = torch.iinfo(torch.int64).max
+
+# Users and items of a block of scores. On a CPU a block is a megabyte: it is written and counted in the cache.
+_BLOCK = {"cpu": (256, 1024)}
+_BLOCK_ELSEWHERE = (1024, 2**16)
+# Rows of a matrix product, at least: products with a single row are computed another way, round differently, and would
+# break ties.
+_LEAST = 16
+_TARGETS = 64  # targets' scores are the diagonal of a product of so many rows
+
+
+@dataclass
+class Queries:
+    """Users of one process: what they are compared by.
+
+    Attributes:
+        vectors: (B, D) outputs of the encoder.
+        targets: (B,) ids, 0 if unknown; on the host, like the next two.
+        seen: ids to leave out of the candidates (the target itself stays), user after user.
+        seen_lengths: (B,) how many of them are each user's.
+    """
+
+    vectors: Tensor
+    targets: Tensor
+    seen: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    seen_lengths: Tensor | None = None
+
+
+class Catalogue:
+    """The candidates, divided evenly among processes, whatever the table's sharding.
+
+    Making one is a collective, and so is every call of :meth:`ranks`.
+
+    Args:
+        items: the sharded collection of the item table.
+        candidates: (n,) ids in order.
+        dim: of the table.
+        similarity: of the scores.
+    """
+
+    def __init__(self, items: nn.Module, candidates: Tensor, dim: int, similarity: Similarity, world: World) -> None:
+        share = -(-len(candidates) // world.size)
+        self.ids = candidates[share * world.rank : share * (world.rank + 1)]
+        self.similarity, self.world = similarity, world
+        # filled up with the row of unknown items, which is never counted
+        self.rows_ND = item_rows(items, F.pad(self.ids, (0, -len(self.ids) % _LEAST)), dim, world.device)
+        with raise_on_all_ranks("reading the catalogue"):
+            for part in self.rows_ND.split(2**16):
+                part.copy_(scaled_items(part, similarity))
+                if not part.isfinite().all():
+                    raise ValueError("the item table holds values that are not finite: it cannot rank anything")
+        self._users, self._items = _BLOCK.get(world.device.type, _BLOCK_ELSEWHERE)
+
+    @torch.no_grad()
+    def ranks(self, queries: Queries) -> tuple[Tensor, Tensor]:
+        """Ranks of all processes' targets in the order of the processes, and how many of them are each process's."""
+        everyone = _gather_queries(queries, self.world)
+        users = len(everyone.targets)
+        if not everyone.vectors.isfinite().all():
+            raise ValueError("the encoder's outputs hold values that are not finite: they cannot be ranked")
+        vectors_BD = F.pad(scaled_items(everyone.vectors, self.similarity), (0, 0, 0, -users % _LEAST))
+        wanted_B = F.pad(self._target_scores(vectors_BD, everyone.targets), (0, -users % _LEAST), value=torch.inf)
+        # neither the target nor what the user has seen may come before the target
+        owner = torch.repeat_interleave(torch.arange(users), everyone.seen_lengths)
+        owner = torch.cat([torch.arange(users), owner])
+        column = self._columns(torch.cat([everyone.targets, everyone.seen]))
+        block = torch.where(column >= 0, owner // self._users, -1)
+        better = torch.zeros(users, dtype=torch.int64)
+        for number, begin in enumerate(range(0, users, self._users)):
+            part = slice(begin, begin + self._users)
+            left_out = torch.nonzero(block == number).squeeze(1)
+            found = self._better(vectors_BD[part], wanted_B[part], column[left_out], owner[left_out] - begin)
+            better[part] = found[: users - begin]
+        dist.all_reduce(better)
+        return torch.where(everyone.targets > 0, better + 1, UNRANKED), everyone.counts
+
+    def _target_scores(self, vectors_BD: Tensor, targets: Tensor) -> Tensor:
+        """(B,) scores of the targets, each computed where the item is, by a matrix product like all others."""
+        column = self._columns(targets)
+        own = torch.nonzero(column >= 0).squeeze(1)
+        scores = torch.zeros(len(targets))
+        for users in own.split(_TARGETS):
+            filled = F.pad(users, (0, -len(users) % _LEAST))
+            rows, vectors = (x[i.to(x.device)] for x, i in ((self.rows_ND, column[filled]), (vectors_BD, filled)))
+            scores[users] = torch.mm(rows, vectors.t().contiguous()).diagonal()[: len(users)].cpu()
+        dist.all_reduce(scores)
+        return scores.to(vectors_BD.device)
+
+    def _better(self, vectors_BD: Tensor, wanted_B: Tensor, column: Tensor, owner: Tensor) -> Tensor:
+        """(B,) candidates of this process that score higher than the target.
+
+        Args:
+            wanted_B: the targets' scores.
+            column, owner: candidates that do not count, and for which user.
+        """
+        count, vectors_DB = wanted_B.new_zeros(len(wanted_B), dtype=torch.float64), vectors_BD.t().contiguous()
+        buffer = vectors_BD.new_empty(self._items, len(wanted_B))
+        order = torch.argsort(column)
+        column, owner = column[order], owner[order]
+        begins = range(0, len(self.ids), self._items)
+        bounds = torch.searchsorted(column, torch.tensor([*begins, len(self.ids)])).tolist()
+        for number, begin in enumerate(begins):
+            rows = self.rows_ND[begin : begin + self._items]
+            scores = torch.mm(rows, vectors_DB, out=buffer[: len(rows)])[: len(self.ids) - begin]
+            some = slice(bounds[number], bounds[number + 1])
+            if some.stop > some.start:
+                where = (column[some] - begin).to(scores.device), owner[some].to(scores.device)
+                scores.index_put_(where, scores.new_tensor(-torch.inf))
+            count += scores.gt_(wanted_B).sum(0)  # in place: a mask of its own takes longer
+        return count.long().cpu()
+
+    def _columns(self, ids: Tensor) -> Tensor:
+        """Where this process holds each item, −1 if it does not."""
+        if not len(self.ids):
+            return torch.full_like(ids, -1)
+        place = torch.searchsorted(self.ids, ids).clamp(max=len(self.ids) - 1)
+        return torch.where(self.ids[place] == ids, place, -1)
+
+
+@dataclass
+class _Everyone:
+    vectors: Tensor
+    targets: Tensor
+    seen: Tensor
+    seen_lengths: Tensor
+    counts: Tensor
+
+
+def _gather_queries(queries: Queries, world: World) -> _Everyone:
+    """All processes' queries, in the order of the processes."""
+    lengths = queries.seen_lengths
+    if lengths is None:
+        lengths = torch.zeros(len(queries.targets), dtype=torch.int64)
+    sizes = torch.tensor([len(queries.targets), len(queries.seen)])
+    all_sizes = [torch.empty_like(sizes) for _ in range(world.size)]
+    dist.all_gather(all_sizes, sizes)
+    counts = torch.stack(all_sizes)
+    users, seen = counts[:, 0], counts[:, 1]
+    vectors = _gather(queries.vectors.float().cpu(), users.tolist())
+    meta = _gather(torch.stack([queries.targets, lengths], 1), users.tolist())
+    return _Everyone(
+        vectors.to(world.device), meta[:, 0].contiguous(), _gather(queries.seen, seen.tolist()), meta[:, 1], users
+    )
+
+
+def _gather(mine: Tensor, counts: Sequence[int]) -> Tensor:
+    """Everybody's rows one after another; the processes have different numbers of them."""
+    most = max(counts)
+    if most == 0:
+        return mine
+    filled = mine.new_zeros(most, *mine.shape[1:])
+    filled[: len(mine)] = mine
+    everyone = [torch.empty_like(filled) for _ in counts]
+    dist.all_gather(everyone, filled)
+    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
+
+
+class Metrics:
+    """Hit rate, NDCG and MRR of ranks, summed up as they come."""
+
+    def __init__(self) -> None:
+        # users, unknown targets, sum of 1/rank; hits of every cut; gains of every cut
+        self._sums = torch.zeros(3 + 2 * len(CUTS), dtype=torch.float64)
+
+    def add(self, ranks: Tensor) -> None:
+        """Ranks from 1; UNRANKED is a miss."""
+        known = ranks[ranks != UNRANKED].double()
+        gains = 1.0 / torch.log2(known + 1.0)
+        within = [known <= k for k in CUTS]
+        self._sums += torch.stack(
+            [
+                torch.tensor(float(len(ranks))),
+                torch.tensor(float(len(ranks) - len(known))),
+                (1.0 / known).sum(),
+                *(mask.sum() for mask in within),
+                *(gains[mask].sum() for mask in within),
+            ]
+        )
+
+    def add_peers(self) -> None:
+        """Add what the other processes have: a collective."""
+        dist.all_reduce(self._sums)
+
+    def result(self) -> dict[str, float]:
+        """Means over all users, unknown targets included as misses."""
+        users, unknown, reciprocal, *rest = self._sums.tolist()
+        means = [value / max(1.0, users) for value in rest]
+        found = {f"hr@{k}": value for k, value in zip(CUTS, means, strict=False)}
+        found |= {f"ndcg@{k}": value for k, value in zip(CUTS, means[len(CUTS) :], strict=True)}
+        return {**found, "mrr": reciprocal / max(1.0, users), "users": int(users), "unknown_targets": int(unknown)}

@@ -1,0 +1,153 @@
+"""Ranks against counting, on one, two and four processes."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from fuxi_torchrec.embeddings.rows import item_rows
+from fuxi_torchrec.embeddings.tests.small import DIM, here, sharded_model, small_config, small_tables
+from fuxi_torchrec.evaluation import ranking
+from fuxi_torchrec.evaluation.ranking import CUTS, UNRANKED, Catalogue, Metrics, Queries
+
+ROWS = 90
+# users of each process
+USERS = {"uneven": (7, 0, 3, 12), "one": (0, 5, 0, 0), "none": (0, 0, 0, 0), "first": (9, 0, 0, 0)}
+
+
+def table(integers=True):
+    generator = torch.Generator().manual_seed(3)
+    if integers:  # few different scores, all of them exact
+        return torch.randint(-1, 2, (ROWS, DIM), generator=generator).float()
+    return torch.randn(ROWS, DIM, generator=generator)
+
+
+def queries_of(rank, users, candidates, filtered, integers=True):
+    draw = np.random.default_rng([5, rank])
+    count = users[rank]
+    vectors = draw.integers(-1, 2, (count, DIM)) if integers else draw.normal(size=(count, DIM))
+    targets = draw.choice([0, *candidates.tolist()], count)
+    targets[::4] = 0  # unknown
+    lengths = draw.integers(0, 30, count)
+    seen = draw.integers(0, ROWS, int(lengths.sum()))  # with repetitions, unknown ones, others than candidates
+    owner = np.repeat(np.arange(count), lengths)
+    seen[::5] = targets[owner][::5]  # the target may have been seen
+    found = Queries(torch.from_numpy(vectors).float(), torch.from_numpy(targets))
+    if filtered:
+        found.seen, found.seen_lengths = torch.from_numpy(seen), torch.from_numpy(lengths)
+    return found
+
+
+def ranks_here(sharding, users, candidates, filtered, similarity="dot", integers=True, block=None):
+    tables = small_tables(sharding, rows=(ROWS, 7, 11))
+    values = {t.name: table(integers) if t.rows == ROWS else torch.zeros(t.rows, DIM) for t in tables.all}
+    model, _ = sharded_model(small_config(), tables, values)
+    before = dict(ranking._BLOCK)
+    ranking._BLOCK["cpu"] = block or before["cpu"]
+    try:
+        catalogue = Catalogue(model.module.items, candidates, DIM, similarity, here())
+        mine = queries_of(dist.get_rank(), users, candidates, filtered, integers)
+        first, counts = catalogue.ranks(mine)
+        again, _ = catalogue.ranks(mine)  # a catalogue is used many times
+        assert torch.equal(first, again)
+    finally:
+        ranking._BLOCK.update(before)
+    return first.tolist(), counts.tolist(), catalogue.ids.tolist()
+
+
+def counted(world, users, candidates, filtered, similarity="dot", integers=True):
+    """One user and one candidate after another."""
+    rows = table(integers).double()
+    found = []
+    for rank in range(world):
+        queries = queries_of(rank, users, candidates, filtered, integers)
+        seen = torch.split(queries.seen, queries.seen_lengths.tolist() if filtered else [0] * users[rank])
+        for vector, target, mine in zip(queries.vectors.double(), queries.targets.tolist(), seen, strict=True):
+            if target == 0:
+                found.append(UNRANKED)
+                continue
+            score = rows @ vector
+            if similarity == "cosine":
+                score = score / rows.norm(dim=1)
+            others = [c for c in candidates.tolist() if c != target and c not in mine.tolist()]
+            found.append(1 + sum(bool(score[c] > score[target]) for c in others))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("filtered", [False, True], ids=["all", "unseen"])
+def test_ranks_are_those_of_counting(workers, world, filtered):
+    every = torch.arange(1, ROWS)
+    some = every[every % 3 > 0]
+    for candidates, users, block in (
+        (every, USERS["uneven"], None),
+        (some, USERS["uneven"], (16, 7)),  # a few users and items at a time
+        (some, USERS["one"], None),
+        (some, USERS["none"], None),
+        (torch.tensor([4, 8, 9]), USERS["first"], None),  # fewer than processes
+        (torch.tensor([8]), USERS["uneven"], None),
+    ):
+        expected = counted(world, users, candidates, filtered)
+        results = workers(world).run(ranks_here, "row_wise", users, candidates, filtered, block=block)
+        for ranks, counts, _ in results:
+            assert ranks == expected
+            assert counts == list(users[:world])
+        assert [i for *_, ids in results for i in ids] == candidates.tolist()
+
+
+@pytest.mark.parametrize("sharding", ["table_wise", "column_wise", "data_parallel"])
+def test_ranks_do_not_depend_on_the_sharding(workers, sharding):
+    candidates = torch.arange(1, ROWS)
+    for similarity in ("dot", "cosine"):
+        expected = counted(2, USERS["uneven"], candidates, True, similarity, integers=False)
+        for ranks, *_ in workers(2).run(
+            ranks_here, sharding, USERS["uneven"], candidates, True, similarity, integers=False
+        ):
+            assert ranks == expected
+
+
+def test_ties_and_unknown_targets_occur_in_these_tests():
+    candidates = torch.arange(1, ROWS)
+    ranks = counted(4, USERS["uneven"], candidates, False)
+    assert UNRANKED in ranks and len(set(ranks)) > 5
+    scores = table() @ queries_of(3, USERS["uneven"], candidates, False).vectors.T
+    assert max(len(column.unique()) for column in scores.T) < ROWS / 3
+
+
+def rows_by_id(sharding):
+    tables = small_tables(sharding, rows=(ROWS, 7, 11))
+    values = {t.name: table() if t.rows == ROWS else torch.zeros(t.rows, DIM) for t in tables.all}
+    model, _ = sharded_model(small_config(), tables, values)
+    wanted = [torch.tensor([5, 5, 89, 0]), torch.zeros(0, dtype=torch.int64)][dist.get_rank() % 2]
+    found = item_rows(model.module.items, wanted, DIM, torch.device("cpu"))
+    return torch.equal(found, table()[wanted]) and not found.requires_grad
+
+
+def test_every_process_asks_for_its_own_rows(workers):
+    for sharding in ("row_wise", "table_wise", "column_wise", "data_parallel"):
+        assert workers(2).run(rows_by_id, sharding) == [True, True]
+
+
+# --- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_are_those_of_their_definitions():
+    draw = np.random.default_rng(1)
+    ranks = [1, 5, 6, 10, 11, 50, 51, 200, 201, UNRANKED, *draw.integers(1, 300, 60).tolist(), UNRANKED]
+    metrics = Metrics()
+    for begin in range(0, len(ranks), 7):
+        metrics.add(torch.tensor(ranks[begin : begin + 7]))
+    metrics.add(torch.zeros(0, dtype=torch.int64))
+    found = metrics.result()
+    for k in CUTS:
+        assert found[f"hr@{k}"] == pytest.approx(sum(r <= k for r in ranks) / len(ranks))
+        gains = sum(1 / math.log2(r + 1) for r in ranks if r <= k)
+        assert found[f"ndcg@{k}"] == pytest.approx(gains / len(ranks))
+    assert found["mrr"] == pytest.approx(sum(1 / r for r in ranks if r != UNRANKED) / len(ranks))
+    assert (found["users"], found["unknown_targets"]) == (len(ranks), 2)
+
+
+def test_metrics_of_nobody_are_zero():
+    assert set(Metrics().result().values()) == {0}

@@ -1,0 +1,1 @@
+"""What an event is, everywhere: histories, features, vocabulary, times, reading and checking logs."""

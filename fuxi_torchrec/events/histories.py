@@ -1,0 +1,210 @@
+"""Events of several users, one user after another: what is encoded, stored and joined."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import SideTable
+
+Ints = NDArray[np.int64]
+ITEM, TIME = "item", "timestamp"
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """``start, start + 1, ...`` of each start, one after another.
+
+    Example:
+        >>> ranges(np.array([5, 0, 8]), np.array([2, 0, 3])).tolist()
+        [5, 6, 8, 9, 10]
+    """
+    ends = lengths.cumsum()
+    total = int(ends[-1]) if len(ends) else 0
+    first: Ints = np.repeat(starts - (ends - lengths), lengths)
+    return first + np.arange(total, dtype=np.int64)
+
+
+def bounds_of(lengths: Ints) -> Ints:
+    """Offsets of consecutive pieces."""
+    return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """A list of values per event."""
+
+    values: Ints
+    bounds: Ints
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def take(self, at: Ints) -> "Ragged":
+        """Of some events, in the order wanted."""
+        lengths = np.diff(self.bounds)[at]
+        return Ragged(self.values[ranges(self.bounds[at], lengths)], bounds_of(lengths))
+
+
+Column = Ints | Ragged
+
+
+def take(column: Column, at: Ints) -> Column:
+    """Values of some events."""
+    return column.take(at) if isinstance(column, Ragged) else column[at]
+
+
+def stack(columns: Sequence[Column]) -> Column:
+    """Values of events one after another."""
+    if isinstance(columns[0], Ragged):
+        ragged = [column for column in columns if isinstance(column, Ragged)]
+        lengths = np.concatenate([np.diff(column.bounds) for column in ragged])
+        return Ragged(np.concatenate([column.values for column in ragged]), bounds_of(lengths))
+    return np.concatenate([column for column in columns if not isinstance(column, Ragged)])
+
+
+def no_values(side: SideTable, events: int) -> Column:
+    """A side feature that nobody gave: 0, or no values."""
+    if side.multiple:
+        return Ragged(np.zeros(0, np.int64), np.zeros(events + 1, np.int64))
+    return np.zeros(events, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Histories:
+    """Histories of B users.
+
+    Attributes:
+        offsets: (B + 1,) where each user begins.
+        items: (T,) dense indices.
+        times: (T,).
+        sides: of each side feature, a value per event or a list of values per event.
+    """
+
+    offsets: Ints
+    items: Ints
+    times: Ints
+    sides: dict[str, Column] = field(default_factory=dict)
+
+    @staticmethod
+    def empty(users: int, sides: Sequence[SideTable]) -> "Histories":
+        """Users without events."""
+        none = np.zeros(0, np.int64)
+        return Histories(np.zeros(users + 1, np.int64), none, none, {side.name: no_values(side, 0) for side in sides})
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Ints:
+        """Events of each user."""
+        return np.diff(self.offsets)
+
+    def _take(self, at: Ints, lengths: Ints) -> "Histories":
+        sides = {name: take(column, at) for name, column in self.sides.items()}
+        return Histories(bounds_of(lengths), self.items[at], self.times[at], sides)
+
+    def select(self, users: Ints) -> "Histories":
+        """Of some users, in the order wanted."""
+        lengths = self.lengths[users]
+        return self._take(ranges(self.offsets[users], lengths), lengths)
+
+    def last(self, counts: Ints) -> "Histories":
+        """The last events of each user, at most so many."""
+        lengths = np.minimum(self.lengths, counts)
+        return self._take(ranges(self.offsets[1:] - lengths, lengths), lengths)
+
+    def filter(self, keep: NDArray[np.bool_]) -> "Histories":
+        """Without some events."""
+        kept = bounds_of(keep.astype(np.int64))[self.offsets]
+        return self._take(np.flatnonzero(keep), np.diff(kept))
+
+    @staticmethod
+    def stack(histories: Sequence["Histories"]) -> "Histories":
+        """Users of several, one after another; at least one is needed."""
+        return Histories(
+            bounds_of(np.concatenate([each.lengths for each in histories])),
+            np.concatenate([each.items for each in histories]),
+            np.concatenate([each.times for each in histories]),
+            {name: stack([each.sides[name] for each in histories]) for name in histories[0].sides},
+        )
+
+    def join(self, later: "Histories") -> "Histories":
+        """The same users with more events each."""
+        both, users = Histories.stack((self, later)), np.arange(len(self))
+        order = np.stack((users, users + len(self)), axis=1).reshape(-1)
+        mixed = both.select(order)
+        return Histories(mixed.offsets[::2], mixed.items, mixed.times, mixed.sides)
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_arrow(table: pa.Table, sides: Sequence[SideTable], where: str) -> "Histories":
+        """Of list columns, a row per user; ``where`` is for messages."""
+        items, lengths = _flat(table[ITEM])
+        times, _ = _flat(table[TIME])
+        columns = {side.name: _side_column(table[side.name], side) for side in sides}
+        if any(len(column) != len(items) for column in (times, *columns.values())):
+            raise DataError(f"{where}: lists of one user differ in length: the file is damaged, export again")
+        return Histories(bounds_of(lengths), items, times, columns)
+
+    def to_arrow(self) -> dict[str, pa.Array]:
+        """List columns, a row per user."""
+        offsets = pa.array(self.offsets, pa.int32() if self.offsets[-1] < 2**31 else pa.int64())
+        make = pa.ListArray if offsets.type == pa.int32() else pa.LargeListArray
+        columns = {ITEM: pa.array(self.items), TIME: pa.array(self.times)}
+        for name, column in self.sides.items():
+            if isinstance(column, Ragged):
+                columns[name] = pa.ListArray.from_arrays(pa.array(column.bounds, pa.int32()), pa.array(column.values))
+            else:
+                columns[name] = pa.array(column)
+        return {name: make.from_arrays(offsets, column) for name, column in columns.items()}
+
+
+def _flat(lists: pa.ChunkedArray) -> tuple[Ints, Ints]:
+    values = pc.list_flatten(lists).to_numpy().astype(np.int64)
+    return values, pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
+
+
+def _side_column(lists: pa.ChunkedArray, side: SideTable) -> Column:
+    if not side.multiple:
+        return _flat(lists)[0]
+    values, lengths = _flat(pc.list_flatten(lists))
+    return Ragged(values, bounds_of(lengths))
+
+
+def of_events(users: int, user: Ints, items: Ints, times: Ints, sides: dict[str, Any] | None = None) -> Histories:
+    """Of events sorted by user."""
+    return Histories(bounds_of(np.bincount(user, minlength=users)), items, times, sides or {})
+
+
+def covered(stored: Histories, events: Histories) -> NDArray[np.bool_]:
+    """Which events the stored ones of the same users have: of those at the user's last time, as many of an item as
+    there are.
+
+    Example:
+        >>> stored = Histories(np.array([0, 3]), np.array([5, 6, 6]), np.array([10, 20, 20]))
+        >>> events = Histories(np.array([0, 5]), np.array([5, 6, 7, 6, 6]), np.array([10, 20, 20, 20, 20]))
+        >>> covered(stored, events).tolist()
+        [False, True, False, True, False]
+    """
+    some = stored.lengths > 0
+    last = np.full(len(stored), -1)
+    last[some] = stored.times[stored.offsets[1:][some] - 1]
+    there = events.times == np.repeat(last, events.lengths)
+    user = np.repeat(np.arange(len(events)), events.lengths)
+    left: dict[int, Counter[int]] = {}
+    for at in np.flatnonzero(there):
+        one = int(user[at])
+        if one not in left:
+            mine = slice(stored.offsets[one], stored.offsets[one + 1])
+            left[one] = Counter(stored.items[mine][stored.times[mine] == last[one]].tolist())
+        item = int(events.items[at])
+        there[at] = left[one][item] > 0
+        left[one][item] -= int(there[at])
+    return there

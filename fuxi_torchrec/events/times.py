@@ -1,0 +1,105 @@
+"""Units of time; times for people, read, and checked for being of another unit."""
+
+import datetime
+import time
+from typing import Literal
+
+TimeUnit = Literal["s", "ms", "us"]
+TIME_UNITS = ("s", "ms", "us")
+PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
+NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
+YEAR = 31_556_952  # seconds
+DAY = 86_400
+BEFORE, AFTER = 40, 100  # years from an export's as_of that a time can be
+
+
+def show_time(value: int, unit: str) -> str:
+    """A time for people, UTC.
+
+    Example:
+        >>> show_time(86_400_000, "ms")
+        '1970-01-02 00:00:00'
+    """
+    try:
+        moment = datetime.datetime.fromtimestamp(value / PER_SECOND[unit], datetime.UTC)
+    except (OverflowError, ValueError, OSError):
+        return f"{value} {unit}"
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
+
+
+def bounds(as_of: int, unit: str) -> tuple[int, int]:
+    """The first and last time that can be meant. Seconds since 1970, taken as milliseconds, lie before the first.
+
+    The present is always among them, also of an export with an event at a time to come.
+    """
+    year, present = YEAR * PER_SECOND[unit], _today(unit)
+    return max(0, min(as_of, present) - BEFORE * year), max(as_of, present) + AFTER * year
+
+
+def last_event(as_of: int, unit: str) -> int:
+    """The last time that an event can have: the end of tomorrow, for clocks that go wrong.
+
+    An export that is ahead of the clock, most likely of made-up data, takes events of a year more.
+    """
+    tomorrow = _today(unit) + 2 * DAY * PER_SECOND[unit]
+    return tomorrow if as_of <= tomorrow else as_of + YEAR * PER_SECOND[unit]
+
+
+def check_time(value: int, as_of: int, unit: str, what: str = "time") -> int:
+    """A time that can be meant: from 40 years before the export, or now, to 100 years after.
+
+    Example:
+        >>> check_time(1_700_000_000_000, 1_700_000_000, "s")
+        Traceback (most recent call last):
+            ...
+        ValueError: time 1700000000000 looks like milliseconds: this export has its times in seconds
+    """
+    first, last = bounds(as_of, unit)
+    if first <= value <= last:
+        return value
+    for other, per_second in PER_SECOND.items():
+        if first <= value * PER_SECOND[unit] // per_second <= last:
+            raise ValueError(f"{what} {value} looks like {NAMES[other]}: this export has its times in {NAMES[unit]}")
+    raise ValueError(
+        f"{what} {value} must be {first} to {last}, in {NAMES[unit]} since 1970: the export was made as of {as_of}"
+    )
+
+
+def check_event_time(value: int, as_of: int, unit: str, what: str = "timestamp") -> int:
+    """The time of an event: one that can be meant, and has come."""
+    check_time(value, as_of, unit, what)
+    if value > last_event(as_of, unit):
+        raise ValueError(f"{what} {value} ({show_time(value, unit)}) is yet to come: events have happened")
+    return value
+
+
+def parse_time(text: str, unit: str) -> int:
+    """A number in the export's unit, or an ISO date or time, which is UTC if it does not say.
+
+    Example:
+        >>> parse_time("1970-01-02", "ms"), parse_time("1970-01-01T01:00:00+01:00", "s"), parse_time("77", "us")
+        (86400000, 0, 77)
+    """
+    if text.strip().lstrip("-").isdigit():
+        return int(text)
+    try:
+        moment = datetime.datetime.fromisoformat(text.strip())
+    except ValueError:
+        raise ValueError(
+            f"{text!r} is no time: give a number in {NAMES[unit]} since 1970, or ISO such as 2024-05-01T12:00:00"
+        ) from None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=datetime.UTC)
+    since = moment - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+    return since // datetime.timedelta(microseconds=1_000_000 // PER_SECOND[unit])
+
+
+def now(unit: str) -> int:
+    """The clock's time."""
+    return time.time_ns() * PER_SECOND[unit] // 1_000_000_000
+
+
+def _today(unit: str) -> int:
+    """When the clock's day began, UTC: limits that move once a day can be written down."""
+    day = DAY * PER_SECOND[unit]
+    return now(unit) // day * day

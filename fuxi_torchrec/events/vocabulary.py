@@ -1,0 +1,70 @@
+"""Raw item ids, and values of side features, and dense indices, both ways."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.filesystem import resolve
+
+UNKNOWN = 0
+
+
+def read_values(path: str) -> pa.Array:
+    """Raw values of a feature of text, in the order of their indices, from 1."""
+    filesystem, inside = resolve(path)
+    try:
+        table = pq.read_table(inside, columns=["value", "index"], filesystem=filesystem)
+    except (OSError, pa.ArrowInvalid, KeyError) as error:
+        raise DataError(f"{inside}: not readable: {error}") from None
+    return table.sort_by("index")["value"].combine_chunks()
+
+
+class Vocabulary:
+    """Items 1 .. n; index 0 is an item nobody knows.
+
+    Args:
+        raw: (n,) raw ids, integers or strings, in the order of their indices.
+        counts: (n,) events of each item.
+    """
+
+    def __init__(self, raw: pa.Array, counts: NDArray[np.int64]) -> None:
+        self.ids, self.counts = raw, counts
+
+    @staticmethod
+    def read(path: str) -> "Vocabulary":
+        """From an ``items.parquet``."""
+        filesystem, inside = resolve(path)
+        try:
+            table = pq.read_table(inside, columns=["item_id", "index", "count"], filesystem=filesystem)
+        except (OSError, pa.ArrowInvalid, KeyError) as error:
+            raise DataError(f"{path}: not a readable vocabulary: {error}") from None
+        index = table["index"].to_numpy()
+        if not np.array_equal(index, np.arange(1, len(index) + 1)):
+            raise DataError(f"{path}: indices must be 1, 2, 3, ... in order")
+        return Vocabulary(table["item_id"].combine_chunks(), table["count"].to_numpy())
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def index(self, raw: Sequence[Any] | NDArray[Any] | pa.Array) -> NDArray[np.int64]:
+        """Indices of raw ids, 0 for unknown ones."""
+        try:
+            values = pa.array(raw, type=self.ids.type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise DataError(f"item ids must be {self.ids.type}, as in the dataset: {error}") from None
+        found = pc.index_in(values, value_set=self.ids)
+        return pc.fill_null(pc.add(found, 1), UNKNOWN).to_numpy(zero_copy_only=False).astype(np.int64)
+
+    def raw(self, index: Sequence[int] | NDArray[np.int64]) -> list[Any]:
+        """Raw ids of indices 1 .. n; None for 0."""
+        places = np.asarray(index, dtype=np.int64)
+        if len(places) and (places.min() < 0 or places.max() > len(self)):
+            raise DataError(f"item indices must be 0 to {len(self)}, not {places.min()} to {places.max()}")
+        found: list[Any] = self.ids.take(pa.array(places - 1, mask=places == UNKNOWN)).to_pylist()
+        return found

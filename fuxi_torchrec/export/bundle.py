@@ -1,0 +1,196 @@
+"""An export on disk: what it holds, what it promises, and how it is opened.
+
+manifest.json                written last: a directory without it is not an export
+encoder.safetensors          the encoder's parameters, by their names in FuXiLinearEncoder
+tables.safetensors           item_table (items + 1, D), and side_NAME of each side feature: raw rows
+sides/NAME.parquet           value, index: what text values of a side feature stand for; none if they are numbers
+items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
+users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
+histories/part-00000.parquet user_id, item, timestamp, side features: the encoded events, row by row as in users/
+states/part-00000.bin        states of users with long histories; users/ has the row
+index.faiss                  FAISS index over items/, ids are dense indices
+programs/query.pt2, append.pt2   torch.export programs
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fuxi_torchrec.artifacts import crc32_of, write_atomically
+from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders.norms import unit_length
+from fuxi_torchrec.errors import FuxiError
+from fuxi_torchrec.events.features import SideTable
+
+VERSION = 1
+MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
+ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
+SIDES = "sides"
+ITEM_TABLE = "item_table"
+
+
+class ExportError(FuxiError, ValueError):
+    """An export that cannot be read, or not written as asked."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file of an export."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What ``manifest.json`` says.
+
+    Attributes:
+        model: the encoder's configuration, as FuXiLinearConfig takes it.
+        model_id: of these weights; states belong to exactly one.
+        similarity, temperature: score = <q, e> / temperature, both of unit length for ``cosine``; embeddings in the
+            export are scaled so that their inner product, over the temperature, is the score.
+        dimension: of the embeddings.
+        time_unit: of every time.
+        as_of: when the users were asked.
+        max_length: events encoded of a user, the latest.
+        state_min_events: users with fewer have no state and are encoded again from their history.
+        state_bytes: of a state record, its checksum included.
+        items, users, states: how many.
+        item_id_type, user_id_type: ``int64`` or ``string``.
+        sides: side features.
+        index: kind and measured recall of the FAISS index.
+        dataset: fingerprint of the data it was made from.
+        run: step and name of the checkpoint it was made from.
+        rules: the rules of anchors, as_of and ties, in words.
+        files: every other file of the export.
+        parent: model_id and as_of of the export that a refresh began with, what was applied to it and who was forgotten
+            (hashes, and until when); None for a full export.
+    """
+
+    model: dict[str, Any]
+    model_id: str
+    similarity: Literal["cosine", "dot"]
+    temperature: float
+    dimension: int
+    time_unit: str
+    as_of: int
+    max_length: int
+    state_min_events: int
+    state_bytes: int
+    items: int
+    users: int
+    states: int
+    item_id_type: str
+    user_id_type: str
+    sides: tuple[SideTable, ...] = ()
+    index: dict[str, Any] = field(default_factory=dict)
+    dataset: str = ""
+    run: dict[str, Any] = field(default_factory=dict)
+    rules: dict[str, str] = field(default_factory=dict)
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    parent: dict[str, Any] | None = None
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """As it is written."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, path: Path) -> "Manifest":
+        """Back from :meth:`to_json`."""
+        try:
+            plain = json.loads(text)
+            if plain["version"] != VERSION:
+                raise ExportError(
+                    f"{path}: export of version {plain['version']}, this software reads version {VERSION}: export again"
+                )
+            plain["sides"] = tuple(SideTable(**side) for side in plain["sides"])
+            plain["files"] = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
+            return Manifest(**plain)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ExportError(f"{path}: not a readable manifest: {error!r}") from None
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A finished export."""
+
+    path: Path
+    manifest: Manifest
+
+    @staticmethod
+    def open(path: str | Path, verify: Literal["sizes", "checksums"] = "sizes") -> "Bundle":
+        """Read the manifest and check the files' sizes, or their contents too."""
+        path = Path(path)
+        try:
+            text = (path / MANIFEST).read_text()
+        except OSError:
+            raise ExportError(
+                f"{path}: no export here: {MANIFEST} is missing or cannot be read. It is written last, so an "
+                "unfinished export has none: export again"
+            ) from None
+        manifest = Manifest.from_json(text, path / MANIFEST)
+        for name, entry in manifest.files.items():
+            check_file(path / name, entry, contents=verify == "checksums")
+        return Bundle(path, manifest)
+
+    def parts(self, folder: str) -> list[Path]:
+        """The files of a folder, in order."""
+        return [self.path / name for name in sorted(self.manifest.files) if name.startswith(folder + "/")]
+
+    def check(self, *folders: str) -> None:
+        """Refuse folders with a file whose contents are not as the manifest says."""
+        for folder in folders:
+            for path in self.parts(folder):
+                check_file(path, self.manifest.files[str(path.relative_to(self.path))], contents=True)
+
+    def encoder(self) -> FuXiLinearEncoder:
+        """The encoder, ready to serve."""
+        encoder = FuXiLinearEncoder(FuXiLinearConfig(**self.manifest.model))
+        encoder.load_state_dict(load_file(self.path / ENCODER))
+        return encoder.eval().requires_grad_(False)
+
+    def tables(self) -> dict[str, Tensor]:
+        """Raw rows of the item table and of side features."""
+        return load_file(self.path / TABLES)
+
+    def side_rows(self) -> dict[str, int]:
+        """How many rows the table of each side feature has."""
+        if not self.manifest.sides:
+            return {}
+        check_file(self.path / TABLES, self.manifest.files[TABLES], contents=True)
+        with safe_open(self.path / TABLES, "pt") as file:
+            return {side.name: file.get_slice(f"side_{side.name}").get_shape()[0] for side in self.manifest.sides}
+
+
+def check_file(path: Path, entry: FileEntry, contents: bool) -> None:
+    """Refuse a file that is not as the manifest says."""
+    if not path.exists():
+        raise ExportError(f"{path} is missing: the export is damaged, export again")
+    if path.stat().st_size != entry.size:
+        raise ExportError(f"{path} has {path.stat().st_size} bytes where the manifest says {entry.size}: export again")
+    if contents and crc32_of(path) != entry.crc32:
+        raise ExportError(f"{path} has another checksum than the manifest says: the file is damaged, export again")
+
+
+def describe_file(path: Path) -> FileEntry:
+    """A file as the manifest lists it."""
+    return FileEntry(path.stat().st_size, crc32_of(path))
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """The commit of an export: all other files are there and on disk."""
+    write_atomically(directory / MANIFEST, manifest.to_json())
+
+
+def scaled(vectors: Tensor, similarity: str) -> Tensor:
+    """Vectors as scores use them: of unit length for ``cosine``."""
+    return unit_length(vectors) if similarity == "cosine" else vectors

@@ -1,0 +1,263 @@
+"""A run's vectors, states and programs as files that need no TorchRec.
+
+Every process writes what it has: its rows of the tables, its items, its users. Only the FAISS index, the encoder and
+the programs are written by process 0, the index from the items' files.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from fuxi_torchrec import strict_yaml
+from fuxi_torchrec.artifacts import OutputLock, sync
+from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
+from fuxi_torchrec.evaluation.loading import Loaded, own_dataset
+from fuxi_torchrec.events.filesystem import read_bytes
+from fuxi_torchrec.events.times import NAMES, PER_SECOND, YEAR, parse_time, show_time
+from fuxi_torchrec.export import index as indices
+from fuxi_torchrec.export.bundle import (
+    HISTORIES,
+    INDEX,
+    ITEMS,
+    MANIFEST,
+    PROGRAMS,
+    SIDES,
+    STATES,
+    USERS,
+    ExportError,
+    FileEntry,
+    Manifest,
+    describe_file,
+    write_manifest,
+)
+from fuxi_torchrec.export.job import ExportJob, ExportOptions, id_type
+from fuxi_torchrec.export.programs import detached, write_programs
+from fuxi_torchrec.export.states import TRAILER_BYTES
+from fuxi_torchrec.export.tables import model_id, write_items, write_tables
+from fuxi_torchrec.export.users import export_users
+from fuxi_torchrec.logging import get_logger
+
+logger = get_logger(__name__)
+
+INT8_INDEX = "index-int8.faiss"
+RULES = {
+    "score": "inner product of embeddings, over the temperature; items with equal scores are in no particular order",
+    "rank": "a target's rank in evaluation is 1 + the number of other items with a strictly higher score",
+    "as_of": "users are asked at as_of, which is not before any event that was encoded",
+    "anchors": "a user's sequence is its last max_length events; anchor_time is the first one's time, anchor_count the "
+    "number of events before it, events the number encoded",
+    "states": "users with at least state_min_events encoded events have a state; state_row is -1 for others",
+    "items": "index 0 is an item nobody knows: part of histories, never recommended",
+    "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
+}
+
+_AHEAD = 100  # years after the data's last event that users can be asked at
+
+
+def check_output(output: Path) -> None:
+    """Refuse to write where something is."""
+    if output.exists():
+        raise ExportError(f"{output} exists: an export is never written over another, name a new directory")
+
+
+def choose_as_of(run: Loaded, options: ExportOptions) -> int:
+    """When users are asked; refused if it cannot be meant."""
+    info = run.dataset.info
+    if options.as_of is None:
+        return info.last_time
+    as_of, unit = parse_time(options.as_of, info.time_unit), info.time_unit
+    first, latest = info.first_time, info.last_time + _AHEAD * YEAR * PER_SECOND[unit]
+    if not first <= as_of <= latest:
+        for other, per_second in PER_SECOND.items():
+            if first <= as_of * PER_SECOND[unit] // per_second <= latest:
+                raise ExportError(f"--as-of {as_of} looks like {NAMES[other]}: the data's times are in {NAMES[unit]}")
+        if as_of > latest:
+            raise ExportError(
+                f"--as-of {as_of} is over {_AHEAD} years after the data, whose times are in {NAMES[unit]}"
+            )
+        raise ExportError(
+            f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's first event, {first} "
+            f"({show_time(first, unit)}): times are in {NAMES[unit]}"
+        )
+    if as_of < info.last_time and not options.truncate:
+        raise ExportError(
+            f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's last event, {info.last_time} "
+            f"({show_time(info.last_time, unit)}): a user is not asked before an event that is known. Give a "
+            "later time, or leave later events out with --truncate"
+        )
+    return as_of
+
+
+def export(run: Loaded, output: str | Path, options: ExportOptions | None = None) -> Manifest:
+    """Write an export: a collective, all or nothing.
+
+    Args:
+        run: the model and the data.
+        output: a directory that does not exist, on storage that all processes share.
+        options: what to write.
+    """
+    options, output = options or ExportOptions(), Path(output)
+    with raise_on_all_ranks("preparing the export"):
+        check_output(output)
+        as_of = choose_as_of(run, options)
+        if options.index:
+            _check_faiss()
+    with _aside(run, output) as directory:
+        return _Exporter(run, directory, options, as_of).write()
+
+
+def _check_faiss() -> None:
+    try:
+        import faiss  # noqa: F401
+    except ImportError:
+        raise ExportError(
+            "faiss is not installed: pip install fuxi_torchrec[serve], or leave it out: --no-index"
+        ) from None
+
+
+@contextmanager
+def _aside(run: Loaded, output: Path) -> Iterator[Path]:
+    """A directory to write in, which becomes the output if all goes well and is removed if not."""
+    partial = output.with_name(output.name + ".partial")
+    first, lock = run.world.rank == 0, OutputLock(output)
+    try:
+        with raise_on_all_ranks("making the output directory"):
+            if first:
+                if not lock.take():
+                    raise ExportError(f"{output}: another export is writing it: wait for it, or choose another output")
+                shutil.rmtree(partial, ignore_errors=True)
+                for folder in (ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
+                    (partial / folder).mkdir(parents=True)
+        dist.barrier()
+        try:
+            yield partial
+            with raise_on_all_ranks("renaming the output"):
+                if first:
+                    check_output(output)
+                    os.rename(partial, output)
+                    sync(output.parent)
+        except BaseException:
+            if first:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+    finally:
+        lock.release()
+
+
+class _Exporter(ExportJob):
+    """Writes everything."""
+
+    def write(self) -> Manifest:
+        """Everything; process 0 commits."""
+        write_tables(self)
+        weights = model_id(self)
+        items = write_items(self)
+        self._side_values()
+        users, states = export_users(self, weights)
+        index = self._index(items)
+        if self.options.programs:
+            self._programs()
+        files = self._files()
+        info, config = self.run.dataset.info, self.run.config
+        manifest = Manifest(
+            model=strict_yaml.to_dict(config)["model"],
+            model_id=weights,
+            similarity=self.similarity,
+            temperature=config.loss.temperature,
+            dimension=config.model.dim,
+            time_unit=info.time_unit,
+            as_of=self.as_of,
+            max_length=config.batch.max_length,
+            state_min_events=self.options.state_min_events,
+            state_bytes=self.record_bytes + TRAILER_BYTES,
+            items=items,
+            users=users,
+            states=states,
+            item_id_type=id_type(self.run.vocabulary.ids.type),
+            user_id_type=id_type(self.run.maker.reader.ids_of(np.zeros(0, np.int64)).type),
+            sides=self.sides,
+            index=index,
+            dataset=info.fingerprint,
+            run={
+                "name": self.run.directory.path.name,
+                "checkpoint": self.run.checkpoint.name,
+                "step": self.run.info.progress.step,
+            },
+            rules=RULES,
+            files=files,
+        )
+        with raise_on_all_ranks("writing the manifest"):
+            if self.first:
+                write_manifest(self.directory, manifest)
+        return manifest
+
+    def _side_values(self) -> None:
+        """What text values of side features stand for in the run's tables, so that new events can be understood."""
+        run, used = self.run, {side.name for side in self.sides}
+
+        def work() -> None:
+            for name in (side.name for side in run.dataset.info.sides if side.vocabulary and side.name in used):
+                dataset = own_dataset(run.config, run.info, run.dataset, name)
+                (self.directory / SIDES).mkdir(exist_ok=True)
+                path = self.directory / SIDES / f"{name}.parquet"
+                path.write_bytes(read_bytes(dataset.file(f"side-{name}.parquet")))
+                sync(path)
+                self.own_files.append(f"{SIDES}/{name}.parquet")
+
+        run_on_rank_0(self.world, "writing side features", work)
+
+    def _index(self, items: int) -> dict[str, Any]:
+        """FAISS's indices and what they find, from the files of all processes."""
+        if not self.options.index:
+            return {}
+        dist.barrier()
+        return run_on_rank_0(self.world, "building the index", lambda: self._build_index(items)) or {}
+
+    def _build_index(self, items: int) -> dict[str, Any]:
+        dim = self.run.config.model.dim
+        paths, users = (sorted((self.directory / folder).glob("*.parquet")) for folder in (ITEMS, USERS))
+        queries = indices.sample_queries(users, self.options.recall_users, dim)
+        exact = indices.nearest_scores(paths, queries, indices.NEAREST)
+        found, about = indices.build(paths, items, dim, self.options.exact_items)
+        about = {"file": INDEX, **indices.tuned(found, about, queries, exact, paths)}
+        indices.write(found, self.directory / INDEX)
+        self.own_files.append(INDEX)
+        logger.info("%s index of %s items, recall@100 %.4f", about["kind"], f"{items:,}", about["recall@100"])
+        del found
+        if self.options.quantize == "int8":
+            small = indices.build_int8(paths, items, dim)
+            recall = indices.recall(small, queries, exact, paths)
+            indices.write(small, self.directory / INT8_INDEX)
+            self.own_files.append(INT8_INDEX)
+            size = (self.directory / INT8_INDEX).stat().st_size
+            about["int8"] = {"file": INT8_INDEX, "recall@100": recall, "recall_lost": 1.0 - recall, "bytes": size}
+            logger.info("int8 index: %.1f MiB, recall@100 %.4f", size / 2**20, recall)
+        return about
+
+    def _programs(self) -> None:
+        def work() -> None:
+            worst = write_programs(detached(self.run.encoder), self.similarity, self.directory / PROGRAMS)
+            logger.info("portable programs differ from the encoder by at most %.1e", worst)
+            self.own_files += [f"{PROGRAMS}/{path.name}" for path in sorted((self.directory / PROGRAMS).iterdir())]
+
+        run_on_rank_0(self.world, "exporting programs", work)
+
+    def _files(self) -> dict[str, FileEntry]:
+        """Sizes and checksums of all files, each process reading its own; their directories are on disk then."""
+        own: dict[str, FileEntry] = {}
+        with raise_on_all_ranks("reading the export back"):
+            read = self.read_files
+            own = {name: read.get(name) or describe_file(self.directory / name) for name in self.own_files}
+            for folder in sorted({Path(name).parent for name in own}):
+                sync(self.directory / folder)
+        everyone: list[dict[str, FileEntry]] = [{} for _ in range(self.world.size)]
+        dist.all_gather_object(everyone, own)
+        found = {name: entry for part in everyone for name, entry in part.items()}
+        assert MANIFEST not in found
+        return dict(sorted(found.items()))

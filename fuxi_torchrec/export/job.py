@@ -1,0 +1,100 @@
+"""What the parts of an export share: the run, the place, the options, the files written so far."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+
+from fuxi_torchrec.evaluation.loading import Loaded
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.export import index as indices
+from fuxi_torchrec.export.bundle import ExportError, FileEntry
+
+STATE_MIN_EVENTS = 2000
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """What to export.
+
+    Attributes:
+        as_of: when users are asked: a number in the data's unit, or an ISO time; by default the latest event's.
+        truncate: leave events after as_of out; else such an as_of is refused.
+        state_min_events: users with fewer encoded events get no state.
+        index: write a FAISS index.
+        exact_items: larger catalogues get an approximate index.
+        quantize: an int8 index beside the other.
+        programs: write portable programs.
+        recall_users: whose searches are compared with exact search.
+    """
+
+    as_of: str | None = None
+    truncate: bool = False
+    state_min_events: int = STATE_MIN_EVENTS
+    index: bool = True
+    exact_items: int = indices.EXACT_ITEMS
+    quantize: Literal["int8"] | None = None
+    programs: bool = True
+    recall_users: int = 500
+
+    def __post_init__(self) -> None:
+        if self.state_min_events < 1:
+            raise ExportError(f"--state-min-events must be at least 1, not {self.state_min_events}")
+        if self.exact_items < 0:
+            raise ExportError(f"--exact-items must not be negative, but is {self.exact_items}")
+
+
+class ExportJob:
+    """An export being written by all processes.
+
+    Args:
+        run: the model and the data.
+        directory: where files go.
+        options: what to write.
+        as_of: when users are asked.
+
+    Attributes:
+        own_files: what this process wrote, by name.
+        read_files: those of them that were read back already.
+        record_bytes: of a user's state.
+        sides: side features of events, in the model's order.
+    """
+
+    def __init__(self, run: Loaded, directory: Path, options: ExportOptions, as_of: int) -> None:
+        self.run, self.directory, self.options, self.as_of = run, directory, options, as_of
+        self.world, self.similarity = run.world, run.config.loss.similarity
+        self.own_files: list[str] = []
+        self.read_files: dict[str, FileEntry] = {}
+        self.record_bytes = run.record_bytes
+        pooling = {table.feature: table.pooling for table in run.tables.sides}
+        self.sides = tuple(
+            SideTable(side.name, side.multiple, pooling[side.name])
+            for name in pooling
+            for side in run.dataset.info.sides
+            if side.name == name
+        )
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0."""
+        return self.world.rank == 0
+
+
+def plain_ids(ids: pa.Array) -> pa.Array:
+    """As ``int64`` or ``string``."""
+    return ids.cast(pa.int64() if pa.types.is_integer(ids.type) else pa.string())
+
+
+def id_type(kind: pa.DataType) -> str:
+    """How the manifest calls a type of ids."""
+    return "int64" if pa.types.is_integer(kind) else "string"
+
+
+def summed(count: int) -> int:
+    """Over all processes: a collective."""
+    total = torch.tensor(count)
+    dist.all_reduce(total)
+    return int(total)

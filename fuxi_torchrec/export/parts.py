@@ -1,0 +1,164 @@
+"""Parts of an export's users/ and histories/: read, changed, written."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.histories import Histories, Ints
+from fuxi_torchrec.export.bundle import ExportError
+
+USER, EMBEDDING = "user_id", "embedding"
+NO_STATE = -1
+GROUP_EVENTS, GROUP_USERS = 2**16, 2**14  # of a row group of histories: what is read to find one user's
+ID_TYPES = {"int64": pa.int64(), "string": pa.string()}
+
+
+@dataclass(eq=False)
+class Users:
+    """Rows of users/.
+
+    Attributes:
+        ids: raw ids.
+        embedding: (n, D) float32.
+        as_of: when they were asked.
+        anchor_time, anchor_count: the first encoded event's time, and the events before it.
+        events: encoded since the anchor.
+        last_time: of the last event; 0 without events.
+        state_row: in the part's states, or -1.
+    """
+
+    ids: pa.Array
+    embedding: NDArray[np.float32]
+    as_of: Ints
+    anchor_time: Ints
+    anchor_count: Ints
+    events: Ints
+    last_time: Ints
+    state_row: Ints
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def select(self, rows: Ints) -> "Users":
+        """Some of them."""
+        numbers = {name: getattr(self, name)[rows] for name in (EMBEDDING, *NUMBERS)}
+        return replace(self, ids=self.ids.take(pa.array(rows)), **numbers)
+
+    def stack(self, other: "Users") -> "Users":
+        """These, then the others."""
+        numbers = {name: np.concatenate((getattr(self, name), getattr(other, name))) for name in (EMBEDDING, *NUMBERS)}
+        return replace(self, ids=pa.concat_arrays([self.ids, other.ids]), **numbers)
+
+    @staticmethod
+    def new(ids: pa.Array, dimension: int) -> "Users":
+        """Users without events."""
+        columns = {name: np.zeros(len(ids), np.int64) for name in NUMBERS}
+        columns["state_row"] -= 1
+        return Users(ids, np.zeros((len(ids), dimension), np.float32), **columns)
+
+
+NUMBERS = tuple(field.name for field in fields(Users))[2:]
+
+
+def read_users(path: Path, numbers: Sequence[str] = NUMBERS, embedding: bool = True) -> Users:
+    """A part of users/; columns that are not asked for are empty."""
+    table = read_table(path, [USER, *([EMBEDDING] if embedding else []), *numbers])
+    rows = len(table)
+    columns = {name: np.zeros(0, np.int64) for name in NUMBERS}
+    for name in numbers:
+        missing = NO_STATE if name == "state_row" else 0
+        columns[name] = pc.fill_null(table[name], missing).to_numpy().astype(np.int64)
+    vectors = np.zeros((0, 0), np.float32)
+    if embedding:
+        flat = pc.list_flatten(table[EMBEDDING]).to_numpy().astype(np.float32)
+        if rows and len(flat) % rows:
+            raise ExportError(f"{path}: vectors of different widths: the file is damaged, export again")
+        vectors = flat.reshape(rows, -1) if rows else vectors
+    return Users(combined(table[USER]), vectors, **columns)
+
+
+def write_users(path: Path, users: Users) -> None:
+    """A part of users/."""
+    width = users.embedding.shape[1]
+    embedding = pa.FixedSizeListArray.from_arrays(pa.array(users.embedding.reshape(-1)), width)
+    columns = {USER: users.ids, EMBEDDING: embedding, **{name: pa.array(getattr(users, name)) for name in NUMBERS}}
+    pq.write_table(pa.table(columns), path)
+    sync(path)
+
+
+def read_histories(path: Path, users: pa.Array, sides: Sequence[SideTable]) -> Histories:
+    """A part of histories/; its rows must be those of ``users``."""
+    table = read_table(path, [USER, "item", "timestamp", *(side.name for side in sides)])
+    if not combined(table[USER]).equals(users):
+        raise ExportError(f"{path}: rows are not those of users/: the export is damaged, export again")
+    return histories_of(table, sides, str(path))
+
+
+def histories_of(table: pa.Table, sides: Sequence[SideTable], where: str) -> Histories:
+    """Rows of histories/ as one; ``where`` is for messages."""
+    try:
+        return Histories.from_arrow(table, sides, where)
+    except DataError as error:
+        raise ExportError(str(error)) from None
+
+
+def write_histories(path: Path, users: pa.Array, histories: Histories) -> None:
+    """A part of histories/, in row groups small enough to look up one user."""
+    group = np.maximum(histories.offsets[:-1] // GROUP_EVENTS, 0) * 2**32 + np.arange(len(users)) // GROUP_USERS
+    firsts = [*np.flatnonzero(np.diff(group, prepend=-1)).tolist(), len(users)]
+    columns = histories.to_arrow()
+    table = pa.table({USER: users, **{name: _plain_lists(column) for name, column in columns.items()}})
+    with pq.ParquetWriter(path, table.schema) as writer:
+        for begin, end in itertools.pairwise(firsts):
+            writer.write_table(table.slice(begin, end - begin), row_group_size=max(1, end - begin))
+        if len(firsts) == 1:
+            writer.write_table(table)
+    sync(path)
+
+
+def _plain_lists(column: pa.Array) -> pa.Array | pa.ChunkedArray:
+    """One list type for all files, however many events there are."""
+    if not pa.types.is_large_list(column.type):
+        return column
+    pieces, step = [], max(1, len(column) // (len(column.values) // 2**30 + 1))
+    for begin in range(0, len(column), step):
+        pieces.append(column.slice(begin, step).cast(pa.list_(column.type.value_type)))
+    return pa.chunked_array(pieces)
+
+
+def read_table(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Columns of a Parquet file, or an error that names it."""
+    try:
+        table = pq.read_table(path, columns=list(columns))
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ExportError(f"{path}: cannot be read, the file is damaged: {error}") from None
+    missing = [name for name in columns if name not in table.column_names]
+    if missing:
+        raise ExportError(f"{path}: no column {', '.join(missing)}: not of this version, export again")
+    return table
+
+
+def combined(column: pa.ChunkedArray) -> pa.Array:
+    """One array; text as ``string``."""
+    array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+    return array.cast(pa.string()) if pa.types.is_large_string(array.type) else array
+
+
+def part_name(folder: str, number: int, ending: str = "parquet") -> str:
+    """The name of a part in the manifest."""
+    return f"{folder}/part-{number:05d}.{ending}"
+
+
+def part_number(path: Path) -> int:
+    """Of a part's file."""
+    return int(path.name.removeprefix("part-").partition(".")[0])

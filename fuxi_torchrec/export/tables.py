@@ -1,0 +1,130 @@
+"""The model's weights in an export: every table as safetensors, recommendable items as Parquet."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import zlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from fuxi_torchrec import strict_yaml
+from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
+from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
+from fuxi_torchrec.events.histories import Ints
+from fuxi_torchrec.export.bundle import ENCODER, ITEM_TABLE, ITEMS, TABLES, ExportError, FileEntry, scaled
+from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
+from fuxi_torchrec.export.parts import part_name
+from fuxi_torchrec.export.programs import detached
+
+_ITEM_ROWS = 2**16  # of a row group of items
+
+
+def write_tables(job: ExportJob) -> None:
+    """All tables as one safetensors file, every process writing its own rows into it."""
+    tables = {table.name: (table.rows, table.dim) for table in job.run.tables.all}
+    header, begins, size = _safetensors_header(tables)
+    path = job.directory / TABLES
+    with raise_on_all_ranks("writing the weights"):
+        if job.first:
+            with path.open("wb") as file:
+                file.write(header)
+                file.truncate(size)
+            state = detached(job.run.encoder).state_dict()
+            save_file({name: value.contiguous() for name, value in state.items()}, job.directory / ENCODER)
+            sync(job.directory / ENCODER)
+            job.own_files += [TABLES, ENCODER]
+    dist.barrier()
+    with raise_on_all_ranks("writing the tables"), path.open("r+b") as file:
+        for part in _own_rows(job):
+            count, dim = part.tensor.shape
+            file.seek(begins[part.table] + part.first_row * dim * 4)
+            for begin in range(0, count, _ITEM_ROWS):
+                file.write(part.tensor[begin : begin + _ITEM_ROWS].detach().float().cpu().contiguous().numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+    dist.barrier()
+
+
+def _own_rows(job: ExportJob) -> list[LocalPart]:
+    """Rows that this process writes: its own of divided tables, a share of those that every process holds."""
+    found = []
+    for part in local_parts(job.run.model):
+        (table,) = (table for table in job.run.tables.all if table.name == part.table)
+        if table.sharding == "data_parallel":
+            share = -(-table.rows // job.world.size)
+            begin = min(share * job.world.rank, table.rows)
+            part = dataclasses.replace(part, tensor=part.tensor[begin : begin + share], first_row=begin)
+        found.append(part)
+    return found
+
+
+def model_id(job: ExportJob) -> str:
+    """Of the weights themselves, so that the same weights have the same."""
+
+    def read() -> str:
+        digest = hashlib.sha256(json.dumps(strict_yaml.to_dict(job.run.config)["model"]).encode())
+        for name in (ENCODER, TABLES):
+            size = crc = 0
+            with (job.directory / name).open("rb") as file:
+                while block := file.read(2**22):
+                    digest.update(block)
+                    size, crc = size + len(block), zlib.crc32(block, crc)
+            job.read_files[name] = FileEntry(size, crc)
+        return digest.hexdigest()[:16]
+
+    found = [
+        run_on_rank_0(job.world, "reading the weights back", read)
+    ]  # all tables: it may take longer than a collective
+    dist.broadcast_object_list(found, 0)
+    assert found[0] is not None
+    return found[0]
+
+
+def write_items(job: ExportJob) -> int:
+    """Recommendable items of this process's rows; how many there are in all."""
+    known, vocabulary, count = job.run.items.known, job.run.vocabulary, 0
+    with raise_on_all_ranks("writing items"):
+        (part,) = (part for part in _own_rows(job) if part.table == ITEM_TABLE)
+        name = part_name(ITEMS, job.world.rank)
+        dim = part.tensor.shape[1]
+        ids = plain_ids(vocabulary.ids)
+        vector = pa.list_(pa.float32(), dim)
+        schema = pa.schema({"item_id": ids.type, "index": pa.int32(), "embedding": vector})
+        with pq.ParquetWriter(job.directory / name, schema) as writer:
+            for begin in range(0, len(part.tensor), _ITEM_ROWS):
+                rows = part.tensor[begin : begin + _ITEM_ROWS].detach()
+                index = np.arange(part.first_row + begin, part.first_row + begin + len(rows))
+                wanted = known[index]
+                index = index[wanted]
+                vectors = scaled(rows[torch.from_numpy(wanted)].float().cpu(), job.similarity)
+                if not vectors.isfinite().all():
+                    raise ExportError(f"{job.run.checkpoint}: the item table holds values that are not finite")
+                writer.write_table(_item_table(schema, ids.take(pa.array(index - 1)), index, vectors))
+                count += len(index)
+        sync(job.directory / name)
+        job.own_files.append(name)
+    return summed(count)
+
+
+def _item_table(schema: pa.Schema, ids: pa.Array, index: Ints, vectors: torch.Tensor) -> pa.Table:
+    embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.numpy().reshape(-1)), vectors.shape[1])
+    return pa.table([ids, pa.array(index, pa.int32()), embedding], schema=schema)
+
+
+def _safetensors_header(tables: dict[str, tuple[int, int]]) -> tuple[bytes, dict[str, int], int]:
+    """A safetensors file of float32 tables: how it begins, where each table does, and its size."""
+    about, begins, end = {}, {}, 0
+    for name, (rows, dim) in tables.items():
+        about[name] = {"dtype": "F32", "shape": [rows, dim], "data_offsets": [end, end + 4 * rows * dim]}
+        begins[name], end = end, end + 4 * rows * dim
+    text = json.dumps(about).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: first + at for name, at in begins.items()}, first + end

@@ -1,0 +1,145 @@
+"""The users of an export: vectors, histories and states, every process its share."""
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.data.batches import EventBatch
+from fuxi_torchrec.distributed import raise_on_all_ranks
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.export.bundle import HISTORIES, STATES, USERS, ExportError, scaled
+from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
+from fuxi_torchrec.export.parts import Users, part_name, write_histories, write_users
+from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.progress import ProgressLines
+
+logger = get_logger(__name__)
+
+_PART_EVENTS, _PART_USERS = 2**22, 2**16  # of a file of users
+
+
+def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
+    """Users, their histories and states; how many users and states there are in all."""
+    run, max_length = job.run, job.run.config.batch.max_length
+    with raise_on_all_ranks("reading the dataset"):
+        lengths = run.maker.reader.lengths()
+    rows = np.flatnonzero(lengths > 0)
+    encoded = np.minimum(lengths[rows], max_length)
+    _show_states(job, encoded)
+    shares = run.shares(rows, encoded)
+    plan = [_parts(batches, encoded, rows) for batches in shares.batches]
+    number = sum(max(each, default=-1) + 1 for each in plan[: job.world.rank])  # of this process's first part
+    until = job.as_of if job.as_of < run.dataset.info.last_time else None
+    own, progress, done, part = plan[job.world.rank], ProgressLines("encoded", len(rows), "users"), 0, None
+    users = states = 0
+    for step in range(len(shares.batches[0])):
+        with raise_on_all_ranks("reading users"):
+            batch, before = run.maker.histories(shares.batches[job.world.rank][step], max_length, until)
+        state = run.states(batch)
+        with raise_on_all_ranks("writing users"):
+            if step < len(own):
+                part = part or _Part(job, number + own[step], model_id)
+                asked = torch.full((len(batch),), job.as_of, device=run.model.device)
+                vectors = scaled(run.encoder.query(state, asked), job.similarity)
+                if not vectors.isfinite().all():
+                    raise ExportError(f"{run.checkpoint}: the encoder's outputs are not finite")
+                part.add(batch, before, vectors.cpu().numpy(), state)
+                if step + 1 == len(own) or own[step + 1] != own[step]:
+                    part.finish()
+                    users, states, part = users + part.users, states + part.states, None
+        done += sum(len(batches[step]) for batches in shares.batches)
+        progress.show(done)
+    return summed(users), summed(states)
+
+
+def _show_states(job: ExportJob, encoded: Ints) -> None:
+    """Say how large the states will be, and refuse what does not fit."""
+    least, size = job.options.state_min_events, job.record_bytes + TRAILER_BYTES
+    count = int((encoded >= least).sum())
+    logger.info(
+        "states of %s users with at least %s events: %s MiB, %.1f KiB each",
+        f"{count:,}",
+        f"{least:,}",
+        f"{count * size / 2**20:,.1f}",
+        size / 2**10,
+    )
+    with raise_on_all_ranks("looking for room on disk"):
+        free = shutil.disk_usage(job.directory).free
+        if count * size > free:
+            raise ExportError(
+                f"{job.directory}: {count * size / 2**30:,.1f} GiB of states, {free / 2**30:,.1f} GiB are free: "
+                "raise --state-min-events, or take another place"
+            )
+
+
+class _Part:
+    """A file of users, one of their histories and one of their states."""
+
+    def __init__(self, job: ExportJob, number: int, model_id: str) -> None:
+        self.job, self.number = job, number
+        self.states_name = part_name(STATES, number, "bin")
+        self.file = StateFile.create(job.directory / self.states_name, model_id, job.record_bytes)
+        self._users: list[Users] = []
+        self._histories: list[Histories] = []
+
+    @property
+    def users(self) -> int:
+        return sum(map(len, self._users))
+
+    @property
+    def states(self) -> int:
+        return int(sum((users.state_row >= 0).sum() for users in self._users))
+
+    def add(self, batch: EventBatch, before: Ints, vectors: NDArray[np.float32], state: Any) -> None:
+        """Users with their encoded events."""
+        offsets = batch.offsets.numpy()
+        ids = plain_ids(self.job.run.maker.reader.ids_of(batch.users.numpy()))
+        users = Users.new(ids, vectors.shape[1])
+        users.embedding, users.anchor_count, users.events = vectors, before, np.diff(offsets)
+        users.as_of[:] = self.job.as_of
+        times = batch.timestamps.numpy()
+        users.anchor_time, users.last_time = times[offsets[:-1]], times[offsets[1:] - 1]
+        kept = np.flatnonzero(users.events >= self.job.options.state_min_events)
+        users.state_row[kept] = self.file.append(state.select(torch.from_numpy(kept)).to_bytes())
+        self._users.append(users)
+        sides = {side.name: _column(batch, side) for side in self.job.sides}
+        self._histories.append(Histories(offsets, batch.items.numpy(), times, sides))
+
+    def finish(self) -> None:
+        """Write the files."""
+        directory, number = self.job.directory, self.number
+        self.file.close()
+        sync(self.file.path)
+        users = self._users[0]
+        for more in self._users[1:]:
+            users = users.stack(more)
+        write_users(directory / part_name(USERS, number), users)
+        write_histories(directory / part_name(HISTORIES, number), users.ids, Histories.stack(self._histories))
+        self.job.own_files += [part_name(USERS, number), part_name(HISTORIES, number), self.states_name]
+
+
+def _parts(batches: Sequence[Ints], encoded: Ints, rows: Ints) -> list[int]:
+    """The part that each of a process's batches belongs to; batches without users, at the end, to none."""
+    found, part, users, events = [], 0, 0, 0
+    for batch in batches:
+        if not len(batch):
+            break
+        size = int(encoded[np.searchsorted(rows, batch)].sum())
+        if users and (users + len(batch) > _PART_USERS or events + size > _PART_EVENTS):
+            part, users, events = part + 1, 0, 0
+        users, events = users + len(batch), events + size
+        found.append(part)
+    return found
+
+
+def _column(batch: EventBatch, side: SideTable) -> Column:
+    feature = batch.sides[side.name]
+    values = feature.values.numpy()
+    return values if feature.lengths is None else Ragged(values, bounds_of(feature.lengths.numpy()))

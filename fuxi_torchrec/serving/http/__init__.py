@@ -1,0 +1,1 @@
+"""A Recommender over HTTP. Needs the extra [serve]."""

@@ -1,0 +1,1 @@
+"""A new export from an old one and the events since."""

@@ -1,0 +1,123 @@
+"""A new export from an old one and the events since: touched users only, exactly as a full export would have them.
+
+Rules, also in the manifest:
+
+* A user's new events are appended to the state; without a state (or with a damaged one) the history is encoded again.
+* A user whose encoded events would pass ``max_positions`` gets a new anchor: the last ``max_length`` events.
+* An event older than the user's last one is late: it is counted and left out. The next full export has it.
+* The same events applied again, whatever files they are in, are recognised and left out.
+* Users to forget are left out, and what they did until now stays out of later refreshes too.
+* Vectors of touched users are asked at the new ``as_of``; the others keep theirs, unless all are asked again.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from fuxi_torchrec.artifacts import OutputLock, sync
+from fuxi_torchrec.events.times import check_time, show_time
+from fuxi_torchrec.export.bundle import MANIFEST, Bundle, ExportError
+from fuxi_torchrec.serving.append_log import LOG_FILE, about_of, read_about
+from fuxi_torchrec.serving.refresh.new_events import LogColumns, read_events
+from fuxi_torchrec.serving.refresh.run import Progress, RefreshRun, Since
+from fuxi_torchrec.serving.refresh.summary import Summary
+
+
+def refresh(
+    export: str | Path,
+    events: str | Path,
+    output: str | Path,
+    *,
+    as_of: int | None = None,
+    requery_all: bool = False,
+    forget: Sequence[int | str] = (),
+    columns: LogColumns | None = None,
+    on_bad_rows: Literal["error", "skip"] = "error",
+    progress: Progress | None = None,
+) -> Summary:
+    """Write a new export.
+
+    Args:
+        export: the one to begin with; it is not changed.
+        events: CSV or Parquet logs (a file, a directory, a glob), or a Recommender's log directory.
+        output: must not exist, or be this very refresh, already done.
+        as_of: when users are asked; the latest of the export's own and of the events by default, and never before.
+        requery_all: ask all users, not only touched ones.
+        forget: users that the new export does not have.
+    """
+    bundle, output = Bundle.open(export), Path(output)
+    began = time.perf_counter()
+    new = read_events(events, bundle, columns, on_bad_rows)
+    manifest = bundle.manifest
+    latest = max(manifest.as_of, int(new.histories.times.max(initial=0)))
+    if as_of is None:
+        as_of = latest
+    check_time(as_of, manifest.as_of, manifest.time_unit, "as_of")
+    if as_of < latest:
+        raise ExportError(
+            f"as_of {as_of} ({show_time(as_of, manifest.time_unit)}) is before {latest} "
+            f"({show_time(latest, manifest.time_unit)}), the latest of the export's own as_of and the new events: a "
+            "user is not asked before an event that is known. Give a later time, or none"
+        )
+    asked = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
+    request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+    summary = Summary(str(output), as_of, len(new), unknown_items=new.unknown_items, bad_rows=new.bad_rows)
+    if _done_already(output, request):
+        summary.already_done = True
+        return summary
+    with _place_for(output) as place:
+        summary.seconds["reading"] = time.perf_counter() - began
+        run = RefreshRun(
+            bundle,
+            new,
+            place,
+            as_of,
+            requery_all,
+            forget,
+            summary,
+            progress or (lambda *_: None),
+            _since(Path(events), bundle),
+        )
+        run.run(request)
+        if output.exists():
+            raise ExportError(f"{output} appeared while this was running: choose another output")
+        os.rename(place, output)
+        sync(output.absolute().parent)
+    return summary
+
+
+def _since(events: Path, bundle: Bundle) -> Since:
+    """How events lie to an export: a Recommender's log says which one it is for."""
+    if not (events / LOG_FILE).exists():
+        return "unknown"
+    return "export" if read_about(events) == about_of(bundle.manifest) else "before"
+
+
+def _done_already(output: Path, request: str) -> bool:
+    """Whether the output is this very refresh; an error if it is something else."""
+    if not output.exists():
+        return False
+    if (output / MANIFEST).exists() and (Bundle.open(output).manifest.parent or {}).get("request") == request:
+        return True
+    raise ExportError(f"{output} exists and is not this refresh: exports are never changed, choose another output")
+
+
+@contextmanager
+def _place_for(output: Path) -> Iterator[Path]:
+    """A directory beside the output that only this process writes; it goes away unless it was renamed."""
+    lock, place = OutputLock(output), output.absolute().with_name(f".{output.name}.refreshing")
+    if not lock.take():
+        raise ExportError(f"{output}: another refresh is writing it: wait for it, or choose another output")
+    try:
+        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
+        place.mkdir()
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+        lock.release()

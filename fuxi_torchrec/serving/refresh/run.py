@@ -1,0 +1,410 @@
+"""One refresh at work: part after part, users that did something encoded on, the others' files linked."""
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.events.histories import Histories, Ints, covered
+from fuxi_torchrec.events.times import now
+from fuxi_torchrec.export.bundle import (
+    ENCODER,
+    HISTORIES,
+    STATES,
+    TABLES,
+    USERS,
+    Bundle,
+    ExportError,
+    FileEntry,
+    check_file,
+    describe_file,
+    write_manifest,
+)
+from fuxi_torchrec.export.parts import (
+    ID_TYPES,
+    NO_STATE,
+    Users,
+    part_name,
+    part_number,
+    read_histories,
+    read_users,
+    write_histories,
+    write_users,
+)
+from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.serving.encoding import UserModel, batches
+from fuxi_torchrec.serving.forgotten import KEY as FORGOTTEN
+from fuxi_torchrec.serving.forgotten import Forgotten
+from fuxi_torchrec.serving.refresh.new_events import NewEvents
+from fuxi_torchrec.serving.refresh.summary import Clock, Summary
+
+logger = get_logger(__name__)
+
+PART_USERS = 2**14  # new users fill up the last part to this
+RULES = {
+    "late": "an event older than its user's last one is counted and left out; the next full export has it",
+    "anchors": "past max_positions encoded events a user starts anew from the last max_length",
+    "as_of": "touched users are asked at the refresh's as_of; users/ says when each was asked",
+}
+
+
+Progress = Callable[[str, int, int], None]  # what is done, users so far, users in all
+# where the events begin: with the export, or before it, as in the log of a Recommender on another one; or nobody knows
+Since = Literal["export", "before", "unknown"]
+
+
+class RefreshRun:
+    """One run: part after part."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        new: NewEvents,
+        place: Path,
+        as_of: int,
+        requery_all: bool,
+        forget: Sequence[int | str],
+        summary: Summary,
+        progress: Progress,
+        since: Since = "unknown",
+    ) -> None:
+        self.bundle, self.manifest, self.place = bundle, bundle.manifest, place
+        self.as_of, self.requery_all, self.summary, self.progress = as_of, requery_all, summary, progress
+        for name in (ENCODER, TABLES):
+            check_file(bundle.path / name, self.manifest.files[name], contents=True)
+        self.model = UserModel(bundle)
+        self.new, self.digest, self.since = new, new.digest, since
+        self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
+        self.files: dict[str, FileEntry] = {}
+        self.users = self.states = self.done = 0
+        id_type = ID_TYPES[self.manifest.user_id_type]
+        try:
+            self.forget = pa.array(list(dict.fromkeys(forget)), id_type)
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise ExportError(f"users to forget must be {id_type}, as in the export: {error}") from None
+        self.forgotten = Forgotten.of(self.manifest)
+
+    def run(self, request: str) -> None:
+        """All parts, then what is the same, then the manifest."""
+        clock = Clock(self.summary.seconds)
+        self.clock = clock
+        for folder in (USERS, HISTORIES, STATES):
+            (self.place / folder).mkdir()
+        events, ids, renewed = self._wanted_events()
+        numbers = [part_number(path) for path in self.bundle.parts(USERS)]
+        with clock("reading"):
+            self.bundle.check(USERS)
+            members = [read_users(self._path(USERS, number), (), embedding=False).ids for number in numbers]
+        again = pa.array(_mask(ids, renewed))  # they start anew, as users that are not there
+        # where each touched user is
+        rows = [pc.if_else(again, None, pc.index_in(ids, value_set=part)) for part in members]
+        found: NDArray[np.bool_] = np.logical_or.reduce(
+            [np.zeros(len(ids), bool), *(pc.is_valid(each).to_numpy(zero_copy_only=False) for each in rows)]
+        )
+        asked = [_mask(part, self.forget) for part in members]
+        forgotten = [mask | _mask(part, renewed) for mask, part in zip(asked, members, strict=True)]
+        self.summary.forgotten_users = int(sum(mask.sum() for mask in forgotten))
+        self.summary.unknown_forgotten = len(self.forget) - int(sum(mask.sum() for mask in asked))
+        fresh = np.flatnonzero(~found)
+        self.total = sum(len(part) for part in members) + len(fresh)
+        for n, number in enumerate(numbers):
+            here = pc.is_valid(rows[n]).to_numpy(zero_copy_only=False)
+            joining = fresh[: max(0, PART_USERS - len(members[n]))] if n + 1 == len(numbers) else fresh[:0]
+            fresh = fresh[len(joining) :]
+            self._part(
+                number,
+                np.asarray(rows[n].drop_null(), np.int64),
+                events.select(np.flatnonzero(here)),
+                forgotten[n],
+                ids.take(pa.array(joining)),
+                events.select(joining),
+            )
+        next_number = max(numbers, default=-1) + 1
+        for begin in range(0, len(fresh), PART_USERS):
+            some = fresh[begin : begin + PART_USERS]
+            self._new_part(next_number + begin // PART_USERS, ids.take(pa.array(some)), events.select(some))
+        with clock("files"):
+            self._link_the_rest()
+            self._finish(request)
+
+    def _wanted_events(self) -> tuple[Histories, pa.Array, pa.Array]:
+        """The events to apply, by user, and of whom nothing older stays: none if they were applied before, none of
+        users to forget.
+        """
+        new = self.new
+        if self.digest in self.applied:
+            self.summary.applied_before = True
+            logger.info("these events were applied before: %s", self.digest[:16])
+            return Histories.empty(0, self.manifest.sides), new.users[:0], new.forgotten[:0]
+        counts = np.repeat(~_mask(new.users, self.forget), new.histories.lengths)
+        if self.since != "export":  # what a Recommender on this export took came after it had forgotten
+            counts &= self.forgotten.counts(new.users, new.histories)
+        self.summary.forgotten_events = int((~counts).sum())
+        if len(new) or len(new.forgotten):
+            self.applied.append(self.digest)
+        histories = new.histories.filter(counts)
+        kept = np.flatnonzero(histories.lengths)
+        return histories.select(kept), new.users.take(pa.array(kept)), new.forgotten
+
+    # --- a part ------------------------------------------------------------------------------------------------------
+
+    def _path(self, folder: str, number: int, ending: str = "parquet") -> Path:
+        return self.bundle.path / part_name(folder, number, ending)
+
+    def _part(
+        self,
+        number: int,
+        touched: Ints,
+        events: Histories,
+        forgotten: NDArray[np.bool_],
+        new_ids: pa.Array,
+        new_events: Histories,
+    ) -> None:
+        """Rewrite a part, or link it.
+
+        Args:
+            touched: rows of users with events.
+            events: of these.
+            forgotten: rows that go.
+            new_ids, new_events: users that come.
+        """
+        if not (len(touched) or forgotten.any() or len(new_ids) or self.requery_all):
+            self._link_part(number)
+            return
+        with self.clock("reading"):
+            users = read_users(self._path(USERS, number))
+            if not len(users):
+                users = Users.new(users.ids, self.manifest.dimension)
+        last = np.repeat(np.where(users.events[touched] > 0, users.last_time[touched], 0), events.lengths)
+        on_time = events.times >= last
+        self.summary.late_events += int((~on_time).sum())
+        histories = None
+        if self.since == "before" and (events.times == last).any():
+            histories = self._histories(number, users)
+            there = covered(histories.select(touched), events)
+            self.summary.covered_events += int(there.sum())
+            on_time &= ~there
+        events = events.filter(on_time)
+        some = events.lengths > 0
+        touched, events = touched[some], events.select(np.flatnonzero(some))
+        changes = bool(len(touched) or forgotten.any() or len(new_ids))
+        if not changes and not self.requery_all:
+            self._link_part(number)
+            return
+        histories = histories if histories is not None else self._histories(number, users)
+        # new events, a row per user of the part
+        place = np.full(len(users), len(events))
+        place[touched] = np.arange(len(touched))
+        added = Histories.stack((events, Histories.empty(1, self.manifest.sides))).select(place)
+        users = users.stack(Users.new(new_ids, self.manifest.dimension))
+        histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.sides)))
+        added = Histories.stack((added, new_events))
+        kept = np.flatnonzero(~np.concatenate((forgotten, np.zeros(len(new_ids), bool))))
+        self.summary.new_users += len(new_ids)
+        old_states = None
+        if (users.state_row != NO_STATE).any():
+            old_states = StateFile.open(
+                self._path(STATES, number, "bin"), self.manifest.model_id, self.manifest.state_bytes - TRAILER_BYTES
+            )
+        self._write_part(number, users.select(kept), histories.select(kept), added.select(kept), old_states, changes)
+
+    def _histories(self, number: int, users: Users) -> Histories:
+        path = self._path(HISTORIES, number)
+        with self.clock("reading"):
+            check_file(path, self.manifest.files[part_name(HISTORIES, number)], contents=True)
+            histories = read_histories(path, users.ids, self.manifest.sides)
+        if not np.array_equal(histories.lengths, users.events):
+            raise ExportError(f"{path}: lengths are not those in users/: export again")
+        return histories
+
+    def _new_part(self, number: int, ids: pa.Array, events: Histories) -> None:
+        users = Users.new(ids, self.manifest.dimension)
+        self.summary.new_users += len(ids)
+        self._write_part(number, users, Histories.empty(len(ids), self.manifest.sides), events, None, True)
+
+    def _write_part(
+        self,
+        number: int,
+        users: Users,
+        histories: Histories,
+        added: Histories,
+        old_states: StateFile | None,
+        changes: bool,
+    ) -> None:
+        """Encode and write a part; if nobody changed, only users/ is written."""
+        joined, fresh_anchor = self._anchored(users, histories.join(added))
+        touched = added.lengths > 0
+        self.summary.touched_users += int(touched.sum())
+        self.summary.reanchored_users += int(fresh_anchor.sum())
+        new_states = None
+        if changes:
+            states_path = self.place / part_name(STATES, number, "bin")
+            new_states = StateFile.create(
+                states_path, self.manifest.model_id, self.manifest.state_bytes - TRAILER_BYTES
+            )
+        # states are appended to or encoded in batches of bounded size
+        has_state = (users.state_row != NO_STATE) & ~fresh_anchor
+        cost = np.where(has_state, added.lengths, np.where(touched | self.requery_all, joined.lengths, 0))
+        first = 0
+        for end in batches(cost):
+            rows = np.arange(first, end)
+            self._encode(users, rows, joined, added, has_state, old_states, new_states)
+            self.done += len(rows)
+            self.progress("encoding", self.done, self.total)
+            first = end
+        users.events, some = joined.lengths, joined.lengths > 0
+        users.last_time[some] = joined.times[joined.offsets[1:][some] - 1]
+        users.anchor_time[some] = joined.times[joined.offsets[:-1][some]]
+        with self.clock("files"):
+            names = [part_name(USERS, number)]
+            write_users(self.place / names[0], users)
+            if new_states is not None:
+                new_states.close()
+                names += [part_name(HISTORIES, number), part_name(STATES, number, "bin")]
+                write_histories(self.place / names[1], users.ids, joined)
+                sync(self.place / names[2])
+            for name in names:
+                self.files[name] = describe_file(self.place / name)
+            if new_states is None:
+                self._link(part_name(HISTORIES, number))
+                self._link(part_name(STATES, number, "bin"))
+        self.users += len(users)
+        self.states += int((users.state_row != NO_STATE).sum())
+        self.summary.parts_rewritten += 1
+
+    def _anchored(self, users: Users, joined: Histories) -> tuple[Histories, NDArray[np.bool_]]:
+        """The events to encode, and which users have a new anchor."""
+        over = joined.lengths > self.model.encoder.config.max_positions
+        over &= joined.lengths > users.events  # touched; what an export encoded stays as it is
+        limit = np.where(over, self.manifest.max_length, joined.lengths)
+        cut = joined.last(limit)
+        users.anchor_count = users.anchor_count + joined.lengths - cut.lengths
+        return cut, over
+
+    def _encode(
+        self,
+        users: Users,
+        rows: Ints,
+        joined: Histories,
+        added: Histories,
+        has_state: NDArray[np.bool_],
+        old_states: StateFile | None,
+        new_states: StateFile | None,
+    ) -> None:
+        """States and vectors of some rows of a part."""
+        with self.clock("encoding"):
+            records = self._whole_records(users, rows[has_state[rows]], old_states)
+            asked = [row for row in rows.tolist() if self.requery_all or added.offsets[row] < added.offsets[row + 1]]
+            continued = [row for row in asked if row in records]
+            encoded = [row for row in asked if row not in records]
+            damaged = set(rows[has_state[rows]].tolist()) - records.keys()
+            self.summary.damaged_states += len(damaged)
+            if new_states is not None:
+                encoded += sorted(damaged.difference(encoded))
+            state = self._states(continued, encoded, records, joined, added)
+            self.summary.encoded_users += int((joined.lengths[encoded] > 0).sum())
+            place = {row: n for n, row in enumerate(continued + encoded)}
+            if asked:
+                chosen = state.select([place[row] for row in asked])
+                users.embedding[asked] = self.model.vectors(chosen, np.full(len(asked), self.as_of)).numpy()
+                users.as_of[asked] = self.as_of
+                self.summary.requeried_users += len(asked)
+        if new_states is None:
+            return
+        with self.clock("files"):
+            records |= dict(zip(place, state.to_bytes(), strict=True))
+            enough = joined.lengths >= self.manifest.state_min_events
+            kept = [row for row in rows.tolist() if row in records and enough[row]]
+            users.state_row[rows] = NO_STATE
+            if kept:
+                users.state_row[kept] = new_states.append(torch.stack([records[row] for row in kept]))
+
+    def _whole_records(self, users: Users, rows: Ints, old_states: StateFile | None) -> dict[int, Tensor]:
+        """Stored states by row, without damaged ones."""
+        if old_states is None or not len(rows):
+            return {}
+        records, whole = old_states.get(users.state_row[rows])
+        found = zip(rows.tolist(), records, whole.tolist(), strict=True)
+        return {row: record for row, record, fine in found if fine}
+
+    def _states(
+        self,
+        continued: list[int],
+        encoded: list[int],
+        records: dict[int, Tensor],
+        joined: Histories,
+        added: Histories,
+    ) -> EncoderState:
+        """States of users that go on from a stored one, then of those that are encoded from their history."""
+        pieces = [self.model.encode(joined.select(np.array(encoded, np.int64)))]
+        if continued:
+            stored = self.model.read(torch.stack([records[row] for row in continued]))
+            pieces.insert(0, self.model.append(stored, added.select(np.array(continued))))
+        return EncoderState.concatenate(pieces)
+
+    # --- files -------------------------------------------------------------------------------------------------------
+
+    def _link(self, name: str) -> None:
+        """The same file in the new export: another name of it, or a copy where links cannot be made."""
+        if name not in self.manifest.files or name in self.files:
+            return
+        source, target = self.bundle.path / name, self.place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+            sync(target)
+        self.files[name] = self.manifest.files[name]
+
+    def _link_part(self, number: int) -> None:
+        for name in (part_name(USERS, number), part_name(HISTORIES, number), part_name(STATES, number, "bin")):
+            self._link(name)
+        rows = read_users(self._path(USERS, number), ("state_row",), embedding=False)
+        self.users += len(rows)
+        self.states += int((rows.state_row != NO_STATE).sum())
+        self.done += len(rows)
+        self.summary.parts_linked += 1
+        self.progress("encoding", self.done, self.total)
+
+    def _link_the_rest(self) -> None:
+        for name in self.manifest.files:
+            if name.split("/")[0] not in (USERS, HISTORIES, STATES):
+                self._link(name)
+
+    def _finish(self, request: str) -> None:
+        before = {"model_id": self.manifest.model_id, "as_of": self.manifest.as_of}
+        # a log that this run did not see may be older than the clock, and one that it saw ahead of it
+        until = max(now(self.manifest.time_unit), int(self.new.histories.times.max(initial=0)))
+        forgotten = self.forgotten.and_these(self.forget.to_pylist(), until).until
+        parent = {**before, "applied": self.applied, "request": request}
+        manifest = replace(
+            self.manifest,
+            as_of=self.as_of,
+            users=self.users,
+            states=self.states,
+            rules={**self.manifest.rules, **RULES},
+            files=dict(sorted(self.files.items())),
+            parent={**parent, FORGOTTEN: forgotten} if forgotten else parent,
+        )
+        for folder in {str(Path(name).parent) for name in self.files}:
+            sync(self.place / folder)
+        write_manifest(self.place, manifest)
+        sync(self.place)
+
+
+def _mask(ids: pa.Array, among: pa.Array) -> NDArray[np.bool_]:
+    found: NDArray[np.bool_] = pc.is_in(ids, value_set=among).to_numpy(zero_copy_only=False)
+    return found

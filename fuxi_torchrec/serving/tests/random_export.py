@@ -1,0 +1,218 @@
+"""Exports without training: any encoder, tables and histories, or random ones, to try serving out."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fuxi_torchrec.artifacts import crc32_of
+from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.export.bundle import (
+    ENCODER,
+    HISTORIES,
+    INDEX,
+    ITEM_TABLE,
+    ITEMS,
+    SIDES,
+    STATES,
+    TABLES,
+    USERS,
+    Bundle,
+    Manifest,
+    describe_file,
+    scaled,
+    write_manifest,
+)
+from fuxi_torchrec.export.parts import ID_TYPES, Users, part_name, write_histories, write_users
+from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
+from fuxi_torchrec.serving.encoding import UserModel
+
+DAY = 86_400
+START = 1_700_000_000
+
+
+@dataclass(frozen=True)
+class DemoExport:
+    """What a demonstration export is made of.
+
+    Attributes:
+        items: recommendable items; raw ids are 1000 + index, or ``item-INDEX``.
+        users: raw ids are their numbers from 0, or ``user-NUMBER``.
+        events: histories have 0 to so many events.
+        histories: given ones in place of random ones.
+        state_min_events: shorter histories have no state.
+        users_per_part: of users/, histories/ and states/.
+        text_sides: side features whose values are ``value-INDEX``.
+    """
+
+    items: int = 200
+    users: int = 20
+    events: int = 60
+    seed: int = 0
+    model: dict[str, Any] = field(
+        default_factory=lambda: {
+            "dim": 16,
+            "num_layers": 2,
+            "num_heads": 2,
+            "max_positions": 64,
+            "kernel_dim": 8,
+            "temporal_periods": (3600, DAY, 7 * DAY, 365 * DAY),
+        }
+    )
+    similarity: Literal["cosine", "dot"] = "cosine"
+    temperature: float = 0.05
+    time_unit: str = "s"
+    max_length: int = 48
+    state_min_events: int = 20
+    users_per_part: int = 8
+    item_id_type: str = "int64"
+    user_id_type: str = "int64"
+    sides: tuple[SideTable, ...] = ()
+    side_rows: int = 8
+    text_sides: tuple[str, ...] = ()
+    histories: Histories | None = None
+    as_of: int | None = None
+    index: bool = True
+
+
+def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> Manifest:
+    """Write an export of random weights: the format of a real one, whose answers mean nothing.
+
+    Args:
+        directory: must not exist.
+        demo: what to make.
+    """
+    demo = demo or DemoExport()
+    directory = Path(directory)
+    for folder in (ITEMS, USERS, HISTORIES, STATES):
+        (directory / folder).mkdir(parents=True)
+    histories = demo.histories or random_histories(demo)
+    config = FuXiLinearConfig(**demo.model)
+    with torch.random.fork_rng():
+        torch.manual_seed(demo.seed)
+        encoder = FuXiLinearEncoder(config).eval()
+        for parameter in encoder.parameters():  # away from starting values that hide mistakes
+            parameter.data += 0.02 * torch.randn_like(parameter)
+        tables = {ITEM_TABLE: torch.randn(demo.items + 1, config.dim) / config.dim**0.5}
+        for side in demo.sides:
+            tables[f"side_{side.name}"] = torch.randn(demo.side_rows, config.dim) / config.dim**0.5
+    save_file(dict(encoder.state_dict()), directory / ENCODER)
+    save_file(tables, directory / TABLES)
+    as_of = demo.as_of if demo.as_of is not None else int(histories.times.max(initial=START))
+    manifest = Manifest(
+        model=demo.model,
+        model_id=f"demo-{crc32_of(directory / ENCODER):08x}-{crc32_of(directory / TABLES):08x}",
+        similarity=demo.similarity,
+        temperature=demo.temperature,
+        dimension=config.dim,
+        time_unit=demo.time_unit,
+        as_of=as_of,
+        max_length=demo.max_length,
+        state_min_events=demo.state_min_events,
+        state_bytes=encoder.init_state(1).to_bytes().shape[1] + TRAILER_BYTES,
+        items=demo.items,
+        users=len(histories),
+        states=0,
+        item_id_type=demo.item_id_type,
+        user_id_type=demo.user_id_type,
+        sides=demo.sides,
+    )
+    _write_items(directory, demo, tables[ITEM_TABLE])
+    for name in demo.text_sides:
+        (directory / SIDES).mkdir(exist_ok=True)
+        index = np.arange(1, demo.side_rows)
+        known = pa.table({"value": [f"value-{n}" for n in index], "index": pa.array(index, pa.int32())})
+        pq.write_table(known, directory / SIDES / f"{name}.parquet")
+    states = write_user_parts(
+        Bundle(directory, manifest), raw_ids("user", 0, len(histories), demo.user_id_type), histories, demo
+    )
+    files = {
+        str(path.relative_to(directory)): describe_file(path) for path in sorted(directory.rglob("*")) if path.is_file()
+    }
+    finished = Manifest(**{**vars(manifest), "states": states, "files": files})
+    write_manifest(directory, finished)
+    return finished
+
+
+def write_user_parts(bundle: Bundle, ids: pa.Array, histories: Histories, demo: DemoExport) -> int:
+    """Encode all users from their last events; the number of states."""
+    model, manifest, states = UserModel(bundle), bundle.manifest, 0
+    for number, begin in enumerate(range(0, max(1, len(ids)), demo.users_per_part)):
+        rows = np.arange(begin, min(begin + demo.users_per_part, len(ids)))
+        part = histories.select(rows)
+        users = Users.new(ids.take(pa.array(rows)), manifest.dimension)
+        users.anchor_count = np.maximum(part.lengths - manifest.max_length, 0)
+        part = part.last(np.full(len(rows), manifest.max_length))
+        users.as_of[:] = manifest.as_of
+        states += encode_part(bundle, model, number, users, part)
+    return states
+
+
+def encode_part(bundle: Bundle, model: UserModel, number: int, users: Users, part: Histories) -> int:
+    """Write one part of users, whose encoded events are ``part``; the number of states."""
+    manifest = bundle.manifest
+    users.events = part.lengths
+    some = users.events > 0
+    users.anchor_time[some] = part.times[part.offsets[:-1][some]]
+    users.last_time[some] = part.times[part.offsets[1:][some] - 1]
+    state = model.encode(part)
+    users.embedding = model.vectors(state, users.as_of).numpy()
+    kept = np.flatnonzero(users.events >= manifest.state_min_events)
+    with StateFile.create(
+        bundle.path / part_name(STATES, number, "bin"), manifest.model_id, manifest.state_bytes - TRAILER_BYTES
+    ) as file:
+        users.state_row[kept] = file.append(state.select(torch.from_numpy(kept)).to_bytes())
+    write_users(bundle.path / part_name(USERS, number), users)
+    write_histories(bundle.path / part_name(HISTORIES, number), users.ids, part)
+    return len(kept)
+
+
+def _write_items(directory: Path, demo: DemoExport, table: Tensor) -> None:
+    index = np.arange(1, demo.items + 1)
+    vectors = scaled(table[1:], demo.similarity).numpy()
+    embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
+    ids = raw_ids("item", 1001 if demo.item_id_type == "int64" else 1, demo.items, demo.item_id_type)
+    pq.write_table(
+        pa.table({"item_id": ids, "index": pa.array(index, pa.int32()), "embedding": embedding}),
+        directory / part_name(ITEMS, 0),
+    )
+    if demo.index:
+        import faiss
+
+        flat = faiss.IndexIDMap2(faiss.IndexFlatIP(vectors.shape[1]))
+        flat.add_with_ids(vectors, index)
+        faiss.write_index(flat, str(directory / INDEX))
+
+
+def raw_ids(what: str, first: int, count: int, kind: str) -> pa.Array:
+    """Raw ids of a demonstration's users and items."""
+    numbers: Sequence[Any] = range(first, first + count)
+    return pa.array([f"{what}-{n}" for n in numbers] if kind == "string" else list(numbers), ID_TYPES[kind])
+
+
+def random_histories(demo: DemoExport) -> Histories:
+    """Histories of random items and rising times, ties included; some items are unknown."""
+    draw = np.random.default_rng(zlib.crc32(b"histories") + demo.seed)
+    lengths = draw.integers(0, demo.events + 1, demo.users)
+    total = int(lengths.sum())
+    items = draw.integers(0, demo.items + 1, total)
+    gaps = np.where(draw.random(total) < 0.2, 0, draw.integers(1, DAY, total))
+    offsets: Ints = bounds_of(lengths)
+    times = START + gaps.cumsum() - np.repeat(gaps.cumsum()[np.minimum(offsets[:-1], max(total - 1, 0))], lengths)
+    sides: dict[str, Column] = {}
+    for side in demo.sides:
+        counts = draw.integers(0, 4, total) if side.multiple else np.ones(total, np.int64)
+        values = draw.integers(0, demo.side_rows, int(counts.sum()))
+        sides[side.name] = Ragged(values, bounds_of(counts)) if side.multiple else values
+    return Histories(offsets, items, times.astype(np.int64), sides)

@@ -1,0 +1,1 @@
+"""From encoder outputs to losses, scores and metrics. No TorchRec."""

@@ -1,0 +1,1 @@
+"""Checkpoints: complete or absent, loadable on any number of ranks and under any sharding."""

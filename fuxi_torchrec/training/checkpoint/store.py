@@ -1,0 +1,202 @@
+"""Checkpoints: complete or absent, loadable on any number of processes and under any sharding.
+
+A checkpoint is a directory ``step-000001000`` of torch.distributed.checkpoint files and ``checkpoint.json``. It is
+written under another name and renamed when everything is there; then ``latest`` moves.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from fuxi_torchrec.artifacts import crc32_of, write_atomically
+from fuxi_torchrec.distributed import World, raise_on_all_ranks
+from fuxi_torchrec.embeddings.pipeline import ShardedModel
+from fuxi_torchrec.embeddings.sharding import clipped
+from fuxi_torchrec.embeddings.tables import table_of
+from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.checkpoint.info import (
+    BEST,
+    INFO,
+    LATEST,
+    CheckpointError,
+    Identity,
+    Info,
+    Progress,
+    check_file,
+    complete,
+    named,
+    read_info,
+    step_name,
+)
+from fuxi_torchrec.training.optimizers import StepOptimizer
+
+logger = get_logger(__name__)
+
+_PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True)
+class About:
+    """What a checkpoint holds beside tensors."""
+
+    progress: Progress
+    identity: Identity
+    config: dict[str, Any]
+    metrics: dict[str, float] = field(default_factory=dict)
+    best: bool = False
+
+    def info(self, world_size: int, files: dict[str, tuple[int, int]]) -> Info:
+        """With what is known when the files are written."""
+        return Info(self.progress, self.identity, self.metrics, self.config, world_size, files)
+
+
+class Checkpoints:
+    """The checkpoints of a run directory.
+
+    Args:
+        directory: holds them.
+        keep_last: how many stay beside the best one.
+    """
+
+    def __init__(self, directory: Path, keep_last: int, world: World) -> None:
+        self.directory, self.keep_last, self.world = directory, keep_last, world
+
+    # --- writing -----------------------------------------------------------------------------------------------------
+
+    def save(self, state: dict[str, Any], about: "About", group: dist.ProcessGroup | None = None) -> Path:
+        """Write a checkpoint: a collective. If it fails, it fails on every process and the previous one stands.
+
+        Args:
+            state: all tensors, see :func:`state_of`.
+            about: everything else.
+            group: of all processes, if not the default one.
+        """
+        name = step_name(about.progress.step)
+        final, partial = self.directory / name, self.directory / (_PARTIAL + name)
+        try:
+            with raise_on_all_ranks("making a checkpoint directory", group):
+                if self.world.rank == 0:
+                    shutil.rmtree(partial, ignore_errors=True)
+                    partial.mkdir(parents=True)
+            dcp_save(state, storage_writer=FileSystemWriter(partial), process_group=group)
+            info = about.info(self.world.size, self._checksums(partial, group))
+            with raise_on_all_ranks("writing a checkpoint", group):
+                if self.world.rank == 0:
+                    write_atomically(partial / INFO, json.dumps(dataclasses.asdict(info), indent=1) + "\n")
+                    if final.exists():
+                        shutil.rmtree(final)
+                    os.replace(partial, final)
+                    write_atomically(self.directory / LATEST, name + "\n")
+                    if about.best:
+                        write_atomically(self.directory / BEST, name + "\n")
+                    self._prune()
+        except (CheckpointException, OSError, RuntimeError) as error:
+            if self.world.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            last = named(self.directory, LATEST)
+            stands = f"the last complete one, {last.name}, stands" if last else "there is no earlier one"
+            raise CheckpointError(f"{final}: the checkpoint could not be written: {_cause(error)}; {stands}") from error
+        return final
+
+    def amend(self, about: "About") -> None:
+        """Change what a complete checkpoint of this step says of itself; call it on one process."""
+        path = self.directory / step_name(about.progress.step)
+        old = read_info(path)
+        info = about.info(old.world_size, old.files)
+        write_atomically(path / INFO, json.dumps(dataclasses.asdict(info), indent=1) + "\n")
+        if about.best:
+            write_atomically(self.directory / BEST, path.name + "\n")
+
+    def point_to_best(self, checkpoint: Path) -> None:
+        """Note which one is the best; call it on one process."""
+        if named(self.directory, BEST) != checkpoint:
+            write_atomically(self.directory / BEST, checkpoint.name + "\n")
+
+    def _checksums(self, partial: Path, group: dist.ProcessGroup | None) -> dict[str, tuple[int, int]]:
+        """Sizes and checksums of all files, each process reading its own."""
+        own = {}
+        with raise_on_all_ranks("reading a checkpoint back", group):
+            for path in sorted(partial.iterdir()):
+                if path.name.startswith(f"__{self.world.rank}_") or (self.world.rank == 0 and path.name == ".metadata"):
+                    own[path.name] = (path.stat().st_size, crc32_of(path))
+        everyone: list[dict[str, tuple[int, int]]] = [{} for _ in range(self.world.size)]
+        dist.all_gather_object(everyone, own, group)
+        return {name: value for part in everyone for name, value in part.items()}
+
+    def _prune(self) -> None:
+        there = complete(self.directory)
+        keep = {*there[-self.keep_last :], named(self.directory, LATEST), named(self.directory, BEST)}
+        for path in there:
+            if path not in keep:  # out of the way first: a half removed one must not pass for a checkpoint
+                os.replace(path, path.with_name(_PARTIAL + path.name))
+        for path in self.directory.glob(f"{_PARTIAL}*"):  # also what killed processes left
+            shutil.rmtree(path, ignore_errors=True)
+
+    # --- reading -----------------------------------------------------------------------------------------------------
+
+    def read_info(self, path: Path) -> Info:
+        """What a checkpoint says about itself, its files checked: a collective, each process checks some."""
+        with raise_on_all_ranks(f"checking {path}"):
+            info = read_info(path)
+            for name in sorted(info.files)[self.world.rank :: self.world.size]:
+                check_file(path, name, *info.files[name])
+        return info
+
+    def load(self, path: Path, model: ShardedModel, optimizer: StepOptimizer | None, grown: bool = False) -> None:
+        """Read weights, and averages if an optimizer is given, into a model: a collective.
+
+        Args:
+            grown: the model's tables may have more rows than the checkpoint's: those stay as they are.
+        """
+        state = state_of(model, optimizer)
+        try:
+            if grown:
+                rows: dict[str, int] = {}
+                with raise_on_all_ranks("reading the tables' sizes"):
+                    rows = table_rows(path)
+                state = {name: clipped(value, rows[name]) if name in rows else value for name, value in state.items()}
+            dcp_load(state, storage_reader=FileSystemReader(path))
+        except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+            other = self._other(path) if optimizer is not None else ""
+            raise CheckpointError(f"{path}: the checkpoint cannot be loaded: {_cause(error)}{other}") from error
+
+    def _other(self, path: Path) -> str:
+        others = [each.name for each in complete(self.directory) if each != path]
+        return f"; remove the directory to continue from {others[-1]}" if others else ""
+
+
+def table_rows(path: Path) -> dict[str, int]:
+    """Rows of every table in a checkpoint, by the name of its weight."""
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {
+        name: about.size[0]
+        for name, about in found.items()
+        if name.startswith("model.") and table_of(name) is not None and isinstance(about, TensorStorageMetadata)
+    }
+
+
+def state_of(model: ShardedModel, optimizer: StepOptimizer | None) -> dict[str, Any]:
+    """All tensors of a checkpoint by name; they alias the live ones."""
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    if optimizer is not None:
+        state |= {f"optimizer.{name}": value for name, value in optimizer.moments().items()}
+    return state
+
+
+def _cause(error: BaseException) -> str:
+    """The first line that says something; DCP's errors hold one per process."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (inner, _) = next(iter(error.failures.items()))
+        return f"process {rank}: {inner}"
+    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

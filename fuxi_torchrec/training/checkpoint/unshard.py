@@ -1,0 +1,81 @@
+"""A checkpoint as plain tensors: read on one process, without TorchRec."""
+
+import dataclasses
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from fuxi_torchrec.artifacts import sync, sync_all
+from fuxi_torchrec.training.checkpoint.info import CheckpointError, check_file, read_info
+
+WEIGHTS, CONFIG, ITEMS = "model.safetensors", "config.yaml", "items.parquet"
+
+
+def plain_name(name: str) -> str | None:
+    """What a tensor of a checkpoint is called outside; None for what belongs to training only.
+
+    Example:
+        >>> plain_name("model.items.embedding_bags.item_table.weight")
+        'item_table'
+        >>> plain_name("model.head.encoder.blocks.0.in_proj")
+        'encoder.blocks.0.in_proj'
+    """
+    if found := re.fullmatch(r"model\.(?:items|sides)\.embedding_bags\.([^.]+)\.weight", name):
+        return found[1]
+    return name.removeprefix("model.head.") if name.startswith("model.head.encoder.") else None
+
+
+def read_plain(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
+    """All weights of a checkpoint whose plain names begin so, by these; its files are checked first."""
+    for name, (size, crc) in read_info(checkpoint).files.items():
+        check_file(checkpoint, name, size, crc)
+    reader = FileSystemReader(checkpoint)
+    sizes = {
+        name: about
+        for name, about in reader.read_metadata().state_dict_metadata.items()
+        if (plain := plain_name(name)) is not None and plain.startswith(prefix)
+    }
+    state = {
+        name: torch.empty(about.size, dtype=about.properties.dtype)
+        for name, about in sizes.items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that this is one process
+            load(dict(state), storage_reader=reader, no_dist=True)
+    except CheckpointException as error:  # not an Exception
+        raise CheckpointError(f"{checkpoint}: the checkpoint cannot be read: {error}") from None
+    return {str(plain_name(name)): value for name, value in state.items()}
+
+
+def unshard(run: Path, checkpoint: Path, output: Path) -> dict[str, Tensor]:
+    """Write a checkpoint's weights as one safetensors file, with the run's configuration and items beside it."""
+    if output.exists():
+        raise FileExistsError(f"{output} exists: name a new directory")
+    info = read_info(checkpoint)
+    weights = read_plain(checkpoint)
+    aside = output.with_name(f".{output.name}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    metadata = {"checkpoint": checkpoint.name, "progress": json.dumps(dataclasses.asdict(info.progress))}
+    try:
+        save_file(weights, aside / WEIGHTS, metadata)
+        for name in (CONFIG, ITEMS):
+            shutil.copyfile(run / name, aside / name)
+        sync_all(aside)
+        aside.rename(output)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    sync(output.absolute().parent)
+    return weights
