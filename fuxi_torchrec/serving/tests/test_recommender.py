@@ -645,7 +645,7 @@ def test_a_log_of_other_ids_is_refused(tmp_path):
 def test_states_out_of_the_cache_are_made_again(tmp_path):
     _log, last = log_export(tmp_path)
     with Recommender.load(tmp_path / "x") as recommender:
-        recommender.users.cache_users = 2
+        recommender.users.cache_bytes = 2 * recommender.states([0]).nbytes
         small = Recommender.recommend
         for round_ in range(3):
             for user in range(8):
