@@ -5,8 +5,8 @@ type is an error that names key, value, file and line; a key written twice is an
 integer where a float is wanted and a list where a tuple is wanted.
 
 A top-level section may be a tagged union: its field's metadata has ``by_kind``, a function that takes the section's
-``kind`` and gives the dataclass of its keys, or a ValueError that names the kinds there are. Without ``kind`` it is that
-of the section's default.
+``kind`` and gives the dataclass of its keys, or a ValueError that names the kinds there are. Without ``kind`` it is
+that of the section's default.
 
 YAML is read by version 1.2's rules for plain values, which is what people expect: ``1e-3`` is a number, ``no`` and
 ``12:30`` are strings.
