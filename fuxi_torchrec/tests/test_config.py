@@ -85,7 +85,7 @@ def test_a_model_has_the_keys_of_its_kind(tmp_path):
         ("model:\n  dimm: 8\n", "x.yaml:2: unknown key model.dimm; did you mean model.dim?"),
         (
             f"model:\n  kind: {causal_mean.KIND}\n  pr_day: 1\n",
-            "x.yaml:3: unknown key model.pr_day; did you mean model.per_day?",
+            "x.yaml:3: unknown key model.pr_day; did you mean model.per_day",
         ),
         (f"model:\n  kind: {causal_mean.KIND}\n  num_heads: 4\n", "x.yaml:3: unknown key model.num_heads; "),
         ("model:\n  temporal_periods: []\n", "temporal_periods is empty"),
