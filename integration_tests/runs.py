@@ -49,6 +49,7 @@ def run(run_dir: Path, overrides: list[str], fresh: bool = False, init_from: Pat
 
 
 def trainer(run_dir: Path, overrides: list[str], fresh: bool = False, init_from: Path | None = None):
+    from fuxi_torchrec.evaluation.validation import validate
     from fuxi_torchrec.training.run_directory import RunDirectory
     from fuxi_torchrec.training.trainer import Trainer
 
@@ -58,7 +59,7 @@ def trainer(run_dir: Path, overrides: list[str], fresh: bool = False, init_from:
         shutil.rmtree(run_dir, ignore_errors=True)
     dist.barrier()
     directory = RunDirectory(run_dir)
-    made = Trainer(load_config(None, [*SMALL, *overrides]), directory, world, init_from)
+    made = Trainer(load_config(None, [*SMALL, *overrides]), directory, world, validate, init_from)
     directory.unlock()  # many runs in one process
     return made, directory
 

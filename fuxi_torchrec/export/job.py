@@ -68,7 +68,7 @@ class ExportJob:
         self.world, self.similarity = run.world, run.config.loss.similarity
         self.own_files: list[str] = []
         self.read_files: dict[str, FileEntry] = {}
-        self.record_bytes = run.record_bytes
+        self.record_bytes = run.users.record_bytes
         pooling = {table.feature: table.pooling for table in run.tables.sides}
         self.sides = tuple(
             SideTable(side.name, side.multiple, pooling[side.name])

@@ -246,7 +246,7 @@ def one_table(sharding, rows=100, dim=8, genres=None):
 @pytest.mark.parametrize(
     ("tables", "optimizer", "world", "words"),
     [
-        (one_table("row_wise", 5), OptimizerConfig(), 4, ["tables.sharding", "item_table has 5 rows", "4 processes"]),
+        (one_table("row_wise", 5), OptimizerConfig(), 4, ["tables.sharding", "item_table has 5 rows", "4 ranks"]),
         (one_table("row_wise", 1), OptimizerConfig(), 2, ["1 rows", "tables.sharding=data_parallel"]),
         (
             one_table("row_wise", genres=3),
