@@ -61,3 +61,18 @@ FLOATS = "optimizer.lr optimizer.weight_decay loss.temperature validation.every_
 def test_numbers_that_are_none_are_refused(key, value):
     with pytest.raises(strict_yaml.ConfigError, match=key.partition(".")[2]):
         config.load_config(None, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "known"),
+    [
+        ("task: {kind: next_itme}", "task.kind = 'next_itme'", ["'next_item'"]),
+        ("loss: {negatives: hard}", "loss.negatives = 'hard'", ["'shared'", "'uniform'", "'full'", "'in_batch'"]),
+    ],
+)
+def test_an_unknown_task_or_sampler_names_the_known_ones(tmp_path, line, key, known):
+    (tmp_path / "a.yaml").write_text(f"seed: 1\n{line}\n")
+    with pytest.raises(strict_yaml.ConfigError) as refused:
+        config.load_config(tmp_path / "a.yaml")
+    assert f"a.yaml:2: {key}: should be " in str(refused.value)
+    assert all(name in str(refused.value) for name in known)
