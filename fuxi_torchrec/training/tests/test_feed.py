@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec.data.schedule import Position
+from fuxi_torchrec.distributed import PeerError
 from fuxi_torchrec.embeddings.tests.small import ITEMS, input_of, random_batch, small_tables
 from fuxi_torchrec.tasks.base import ItemSet
 from fuxi_torchrec.tasks.next_item import LossConfig, NextItem, sequence_weights
@@ -154,3 +155,52 @@ def test_the_feed_knows_what_it_has_handed_out(workers):
     assert [entry[3] for entry in second] == [[100], [101], [110], [120], [121], [122]]
     assert [entry[4] for entry in first] == [entry[4] for entry in second]
     assert scales == other and len(set(scales)) == 3  # one a step
+
+
+def steps_of(rank, broken):
+    for number, parts in enumerate((1, 3, 2)):
+        if (rank, number) == broken:
+            raise OSError("the disk is gone")
+        inputs = [input_of(rank, "shared", 10 * number + part) for part in range(parts)]
+        yield Step(inputs, [torch.zeros(0)] * parts, Position(0, number + 1))
+
+
+def read_until_it_fails(broken):
+    feed = Feed(steps_of(dist.get_rank(), broken), True, micro_batches=lambda position: (1, 3, 2)[position.step])
+    try:
+        return len(list(feed))
+    except (OSError, PeerError) as error:
+        return type(error).__name__, str(error), len(feed.waiting)
+
+
+def test_a_rank_that_cannot_read_takes_the_others_with_it(workers):
+    assert workers(2).run(read_until_it_fails, None) == [6, 6]
+    peer, own = workers(2).run(read_until_it_fails, (1, 1))
+    assert own == ("OSError", "the disk is gone", 1)
+    assert peer[0] == "PeerError" and peer[2] == 1
+    assert "reading training data failed on 1 of 2 ranks: rank 1: OSError: the disk is gone" in peer[1]
+
+
+class Stopping:
+    """Rank 1 says with the third step that it was asked to stop."""
+
+    def __init__(self):
+        self.said = 0
+
+    def say(self):
+        self.said += 1
+        return [float(dist.get_rank() == 1 and self.said == 3)]
+
+    def hear(self, everyone):
+        return not everyone.any()
+
+
+def read_until_asked_to_stop():
+    feed, read = Feed(steps_of(dist.get_rank(), None), True, Stopping()), 0
+    for _ in feed:
+        read += 1
+    return read, next(feed, None)
+
+
+def test_signals_end_the_feed_on_all_ranks_at_once(workers):
+    assert workers(2).run(read_until_asked_to_stop) == [(4, None)] * 2
