@@ -168,8 +168,7 @@ class _Exporter(ExportJob):
         manifest = Manifest(
             model=strict_yaml.to_dict(config)["model"],
             model_id=weights,
-            similarity=self.similarity,
-            temperature=config.loss.temperature,
+            **self.run.module.task.exported(),
             dimension=config.model.dim,
             time_unit=info.time_unit,
             as_of=self.as_of,
