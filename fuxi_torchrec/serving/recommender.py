@@ -1,6 +1,7 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,10 +12,11 @@ from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle, ExportError
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
-from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
+from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
+from fuxi_torchrec.serving.log_filter import LogFilter
 from fuxi_torchrec.serving.requests import (
     Answer,
     Appended,
@@ -57,6 +59,7 @@ class Recommender:
         texts = side_values(bundle)
         self._rows = {name: len(table) for name, table in self._model.sides.items() if name not in texts}
         self._checks = Checks(self.manifest, self._rows)
+        self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         cache_users = max(1, (cache_mib << 20) // max(1, self.manifest.state_bytes))
         stored = StoredUsers(bundle, self._model)
         self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, cache_users)
@@ -177,36 +180,44 @@ class Recommender:
         k: int = 10,
         exclude_seen: bool = False,
         sides: Sequence[Sides] | None = None,
+        columns: Sequence[dict[str, Any]] | None = None,
     ) -> Answer:
         """The best items after a history that nobody stores: an anonymous session.
 
         The last ``max_length`` events count, as for users of an export.
 
         Args:
-            items: raw ids; unknown ones count as "an item I do not know".
+            items: raw ids; unknown ones count as "an item I do not know", unless the dataset leaves rare items out.
             timestamps: rising, in the export's unit.
             time: of the request.
             sides: side features, a dictionary per event.
+            columns: what the condition of the dataset's log reads, a dictionary per event; without it all events count.
         """
         items, timestamps = plain(items), plain(timestamps)
         if len(items) != len(timestamps):
             raise ValueError(f"{len(items)} items and {len(timestamps)} timestamps: there must be one for each")
         if sides is not None and len(sides) != len(items):
             raise ValueError(f"{len(items)} items and {len(sides)} sides: there must be one for each")
+        if columns is not None and len(columns) != len(items):
+            raise ValueError(f"{len(items)} items and {len(columns)} of columns: there must be one for each")
+        nothing = [None] * len(items)
         events = [
-            Event("", item, when, sides[n] if sides is not None else None)
-            for n, (item, when) in enumerate(zip(items, timestamps, strict=True))
+            Event("", *each) for each in zip(items, timestamps, sides or nothing, columns or nothing, strict=True)
         ]
         self._checks.events(events, anonymous=True)
+        if columns is not None:
+            events = self.select(events)
         self._checks.time(time, "time")
         self._checks.k(k)
-        indices = self._catalogue.find_few(items)
+        found = self._catalogue.find_few([event.item_id for event in events])
+        events = [event for event, index in zip(events, found, strict=True) if index != LEFT_OUT]
+        indices = [index for index in found if index != LEFT_OUT]
         history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
         request = Request("", time, k, exclude_seen)
         (answer,) = self._answers(
             [request], self._model.encode(history), [True], [np.array(indices, np.int64) if exclude_seen else None]
         )
-        return Answer(**{**vars(answer), "user_id": None, "unknown_items": indices.count(UNKNOWN)})
+        return Answer(**{**vars(answer), "user_id": None, "unknown_items": sum(index <= UNKNOWN for index in found)})
 
     def _answers(
         self, requests: Sequence[Request], state: EncoderState, known: Sequence[bool], seen: Sequence[Ints | None]
@@ -250,34 +261,54 @@ class Recommender:
         items: Sequence[ItemId],
         timestamps: Sequence[int],
         sides: Sequence[Sides] | None = None,
+        columns: Sequence[dict[str, Any]] | None = None,
     ) -> Appended:
         """Add events, in this order; they are on disk when this returns.
 
-        An event older than its user's last one is late: it is counted and left out. The next full export has it. An
-        ExportError when there are ``max_recent_events``: an export that has them is needed.
+        An event older than its user's last one is late: it is counted and left out. The next full export has it. So
+        are events that the dataset's log would not have: those of rare items, if it drops them, and those that its
+        condition leaves out. An ExportError when there are ``max_recent_events``: an export that has them is needed.
+
+        Args:
+            sides: side features, a dictionary per event.
+            columns: what the condition of the dataset's log reads beside them, a dictionary per event.
         """
         user_ids, items, timestamps = plain(user_ids), plain(items), plain(timestamps)
-        if not len(user_ids) == len(items) == len(timestamps) or (sides is not None and len(sides) != len(items)):
-            raise ValueError(
-                f"{len(user_ids)} users, {len(items)} items, {len(timestamps)} timestamps"
-                f"{'' if sides is None else f', {len(sides)} of sides'}: there must be one of each for every event"
-            )
-        given: Iterable[Sides | None] = sides if sides is not None else [None] * len(items)
-        events = [Event(*columns) for columns in zip(user_ids, items, timestamps, given, strict=True)]
-        return self.append_events([events])[0]
+        given: dict[str, Sequence[Any]] = {"users": user_ids, "items": items, "timestamps": timestamps}
+        given |= {what: each for what, each in (("of sides", sides), ("of columns", columns)) if each is not None}
+        if len({len(each) for each in given.values()}) > 1:
+            said = ", ".join(f"{len(each)} {what}" for what, each in given.items())
+            raise ValueError(f"{said}: there must be one of each for every event")
+        nothing = [None] * len(items)
+        each = zip(user_ids, items, timestamps, sides or nothing, columns or nothing, strict=True)
+        return self.append_events([[Event(*columns) for columns in each]])[0]
+
+    def select(self, events: Sequence[Event]) -> list[Event]:
+        """Events that the condition of the dataset's log keeps; a ValueError if it cannot be told of one."""
+        if self._filter is not None:
+            self._filter.check(events)
+            events = [event for event, keep in zip(events, self._filter.keep(events), strict=True) if keep]
+        return [replace(event, columns=None) if event.columns else event for event in events]
 
     def append_events(self, groups: Sequence[Sequence[Event]], checked: bool = False) -> list[Appended]:
         """The same for several callers at once, with one write and one wait for the disk.
 
         Args:
             groups: events of each caller.
-            checked: the callers have made sure that every event can be appended.
+            checked: the callers have made sure that every event can be appended, and :meth:`select`-ed them.
         """
         log = self._writable()
-        events = [event for group in groups for event in group]
+        given = [len(group) for group in groups]
         if not checked:
-            self._checks.events(events)
-        indices = self._catalogue.find_few([event.item_id for event in events])
+            self._checks.events([event for group in groups for event in group])
+            groups = [self.select(group) for group in groups]
+        found = [self._catalogue.find_few([event.item_id for event in group]) for group in groups]
+        pairs = [
+            [(event, index) for event, index in zip(group, there, strict=True) if index != LEFT_OUT]
+            for group, there in zip(groups, found, strict=True)
+        ]
+        events = [event for group in pairs for event, _ in group]
+        indices = [index for group in pairs for _, index in group]
         crowded = set[UserId]()
         with self.users.lock:
             accepted = self.users.accepted(events)
@@ -296,11 +327,11 @@ class Recommender:
             except Exception:  # the events are on disk, and that is what was asked for
                 logger.exception("%d users could not be encoded; they are when they are asked for", len(crowded))
         results, at = [], 0
-        for group in groups:
-            here = slice(at, at + len(group))
-            taken = sum(accepted[here])
-            results.append(Appended(taken, len(group) - taken, indices[here].count(UNKNOWN)))
-            at += len(group)
+        for count, group, pair in zip(given, groups, pairs, strict=True):
+            here = slice(at, at + len(pair))
+            taken, rare = sum(accepted[here]), len(group) - len(pair)
+            results.append(Appended(taken, len(pair) - taken, indices[here].count(UNKNOWN), rare, count - len(group)))
+            at += len(pair)
         return results
 
     def forget(self, user_ids: Sequence[UserId]) -> int:
@@ -389,6 +420,8 @@ class Recommender:
                 event = Event(*packed)
                 (item,) = self._catalogue.find_few([event.item_id])
                 tied = ties.get((event.user_id, event.timestamp))
+                if item == LEFT_OUT:  # this export's dataset has fewer items
+                    continue
                 if event.timestamp < self.users.last_time(event.user_id):
                     covered += 1
                 elif tied is not None and tied[item] and event.user_id not in self.users.forgotten:

@@ -63,21 +63,37 @@ class FullError(ExportError):
 
 @dataclass(frozen=True, slots=True)  # there are many of them
 class Event:
-    """One event, with raw ids and, for models that have them, side features: text as in the data, or indices."""
+    """One event, with raw ids.
+
+    Attributes:
+        sides: for models that have them, side features: text as in the data, or indices.
+        columns: other columns of the log that its condition reads.
+    """
 
     user_id: UserId
     item_id: ItemId
     timestamp: int
     sides: Sides | None = None
+    columns: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Appended:
-    """What became of events: accepted ones are on disk, late ones, older than their user's last, were left out."""
+    """What became of events.
+
+    Attributes:
+        accepted: on disk.
+        late: older than their user's last one, left out.
+        unknown_items: accepted or late, of items that the model does not know.
+        rare_items: of items that the dataset would not have, left out.
+        filtered: left out by the condition of the dataset's log.
+    """
 
     accepted: int
     late: int
     unknown_items: int
+    rare_items: int = 0
+    filtered: int = 0
 
 
 class Checks:

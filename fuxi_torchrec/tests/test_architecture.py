@@ -22,7 +22,7 @@ ALLOWED = {
     "ops": set(),
     "encoders": {"ops"},
     "config": {"encoders", "strict_yaml", "distributed"},
-    "events": {"errors"},
+    "events": {"errors", "logging"},
     "data": {"events", "artifacts", "logging"},
     "embeddings": {"data", "events", "config", "distributed"},
     "tasks": {"events", "encoders", "ops"},
