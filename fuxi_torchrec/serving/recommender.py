@@ -9,7 +9,7 @@ import numpy as np
 
 from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import Bundle, ExportError
+from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, Search, side_values
@@ -17,6 +17,7 @@ from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.log_filter import LogFilter
+from fuxi_torchrec.serving.replay import packed, replay
 from fuxi_torchrec.serving.requests import (
     Answer,
     Appended,
@@ -27,6 +28,7 @@ from fuxi_torchrec.serving.requests import (
     Request,
     Sides,
     UserId,
+    make_events,
     plain,
 )
 from fuxi_torchrec.serving.stored import StoredUsers
@@ -66,7 +68,7 @@ class Recommender:
         self.max_recent_events = max_recent_events
         self._log = log
         if content is not None:
-            self._replay(content)
+            replay(content, bundle.manifest, self._catalogue, self.users, log)
 
     @staticmethod
     def load(
@@ -193,17 +195,7 @@ class Recommender:
             sides: side features, a dictionary per event.
             columns: what the condition of the dataset's log reads, a dictionary per event; without it all events count.
         """
-        items, timestamps = plain(items), plain(timestamps)
-        if len(items) != len(timestamps):
-            raise ValueError(f"{len(items)} items and {len(timestamps)} timestamps: there must be one for each")
-        if sides is not None and len(sides) != len(items):
-            raise ValueError(f"{len(items)} items and {len(sides)} sides: there must be one for each")
-        if columns is not None and len(columns) != len(items):
-            raise ValueError(f"{len(items)} items and {len(columns)} of columns: there must be one for each")
-        nothing = [None] * len(items)
-        events = [
-            Event("", *each) for each in zip(items, timestamps, sides or nothing, columns or nothing, strict=True)
-        ]
+        events = make_events(None, items, timestamps, sides, columns)
         self._checks.events(events, anonymous=True)
         if columns is not None:
             events = self.select(events)
@@ -273,15 +265,7 @@ class Recommender:
             sides: side features, a dictionary per event.
             columns: what the condition of the dataset's log reads beside them, a dictionary per event.
         """
-        user_ids, items, timestamps = plain(user_ids), plain(items), plain(timestamps)
-        given: dict[str, Sequence[Any]] = {"users": user_ids, "items": items, "timestamps": timestamps}
-        given |= {what: each for what, each in (("of sides", sides), ("of columns", columns)) if each is not None}
-        if len({len(each) for each in given.values()}) > 1:
-            said = ", ".join(f"{len(each)} {what}" for what, each in given.items())
-            raise ValueError(f"{said}: there must be one of each for every event")
-        nothing = [None] * len(items)
-        each = zip(user_ids, items, timestamps, sides or nothing, columns or nothing, strict=True)
-        return self.append_events([[Event(*columns) for columns in each]])[0]
+        return self.append_events([make_events(user_ids, items, timestamps, sides, columns)])[0]
 
     def select(self, events: Sequence[Event]) -> list[Event]:
         """Events that the condition of the dataset's log keeps; a ValueError if it cannot be told of one."""
@@ -314,7 +298,7 @@ class Recommender:
             accepted = self.users.accepted(events)
             kept = [event for event, ok in zip(events, accepted, strict=True) if ok]
             self._check_room(len(kept))
-            position = log.write({"events": [_packed(event) for event in kept]}) if kept else 0
+            position = log.write({"events": [packed(event) for event in kept]}) if kept else 0
             for event, item, ok in zip(events, indices, accepted, strict=True):
                 if ok:
                     self.users.add(event, item)
@@ -395,48 +379,3 @@ class Recommender:
                 f"of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new export, or give "
                 "a higher --max-recent-events (max_recent_events) and more memory"
             )
-
-    def _replay(self, content: LogContent) -> None:
-        """Bring back what was appended. On another export than the log was begun with, what that one has is left out:
-        events before the user's last one there, and of those at the same time as many of an item as it has.
-        """
-        about = about_of(self.manifest)
-        kinds = ("user_id_type", "item_id_type", "time_unit")
-        if any(content.about.get(kind) != about[kind] for kind in kinds):
-            raise ExportError(
-                "the append log has other ids or times than the export: "
-                + ", ".join(f"{kind} {content.about.get(kind)} and {about[kind]}" for kind in kinds)
-            )
-        same = content.about == about
-        covered, torn = 0, False
-        # what the export has of a user's last time there; more of that time came after it was made
-        events = () if same else (packed for record in content.records for packed in record.get("events", ()))
-        ties = self.users.stored_ties((user, time) for user, _, time, *_ in events)
-        for record in content.records:
-            for user in (*record.get("forget", ()), *record.get("forgotten", ())):
-                self.users.forget(user)
-            torn = torn or "forget" in record
-            for packed in record.get("events", ()):
-                event = Event(*packed)
-                (item,) = self._catalogue.find_few([event.item_id])
-                tied = ties.get((event.user_id, event.timestamp))
-                if item == LEFT_OUT:  # this export's dataset has fewer items
-                    continue
-                if event.timestamp < self.users.last_time(event.user_id):
-                    covered += 1
-                elif tied is not None and tied[item] and event.user_id not in self.users.forgotten:
-                    tied[item] -= 1
-                    covered += 1
-                else:
-                    self.users.add(event, item)
-        if covered:
-            logger.info("append log: %d events are part of this export already", covered)
-        if self._log is not None and (torn or not same):
-            # what was forgotten, and what the export has, does not stay on disk
-            left = [_packed(event) for recent in self.users.recent.values() for event in recent.raw]
-            self._log.rewrite(about, [{"forgotten": list(self.users.forgotten)}, {"events": left}])
-
-
-def _packed(event: Event) -> list[Any]:
-    plain = [event.user_id, event.item_id, int(event.timestamp)]
-    return [*plain, event.sides] if event.sides else plain

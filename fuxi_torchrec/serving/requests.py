@@ -165,6 +165,25 @@ def plain(values: Any) -> list[Any]:
     return values.tolist() if hasattr(values, "tolist") else [getattr(v, "item", lambda v=v: v)() for v in values]
 
 
+def make_events(
+    user_ids: Sequence[UserId] | None,
+    items: Sequence[ItemId],
+    timestamps: Sequence[int],
+    sides: Sequence[Sides] | None,
+    columns: Sequence[dict[str, Any]] | None,
+) -> list[Event]:
+    """Events of their columns, a ValueError if these differ in length; without users they are anonymous."""
+    given = {"users": user_ids, "items": items, "timestamps": timestamps, "sides": sides, "columns": columns}
+    there = {what: plain(each) for what, each in given.items() if each is not None}
+    if len({len(each) for each in there.values()}) > 1:
+        said = ", ".join(f"{len(each)} {what}" for what, each in there.items())
+        raise ValueError(f"{said}: there must be one of each for every event")
+    count = len(there["items"])
+    missing: list[Any] = [None] * count
+    there = {"users": [""] * count, "sides": missing, "columns": missing} | there
+    return [Event(*each) for each in zip(*(there[what] for what in given), strict=True)]
+
+
 def _check_id(value: Any, kind: str, what: str) -> None:
     if kind == "string":
         if not isinstance(value, str) or not value:
