@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     with group_of(options.run_dir) as world:
         from fuxi_torchrec.artifacts import write_atomically
-        from fuxi_torchrec.evaluation.evaluate import REQUEST_TIMES, as_text, evaluate
+        from fuxi_torchrec.evaluation.evaluate import as_text, evaluate
+        from fuxi_torchrec.evaluation.held_out import REQUEST_TIMES
         from fuxi_torchrec.evaluation.loading import load
 
         with raise_on_all_ranks("looking for the output's directory"):

@@ -37,12 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logger = get_logger(__name__)
     device = None if config.distributed.device == "auto" else config.distributed.device
     with process_group(config.distributed.timeout_seconds, device) as world:
+        from fuxi_torchrec.evaluation.validation import validate
         from fuxi_torchrec.training.interruption import StopRequest
         from fuxi_torchrec.training.run_directory import RunDirectory
         from fuxi_torchrec.training.trainer import Trainer
 
         with StopRequest().listening() as stop:
-            trainer = Trainer(config, RunDirectory(options.run_dir), world, options.init_from, stop)
+            trainer = Trainer(config, RunDirectory(options.run_dir), world, validate, options.init_from, stop)
             summary = trainer.train()
         logger.info(
             "%s: %d steps in %.1f s, %s events/s%s; %s",
