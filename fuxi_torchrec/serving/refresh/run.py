@@ -247,10 +247,8 @@ class RefreshRun:
         self.summary.reanchored_users += int(fresh_anchor.sum())
         new_states = None
         if changes and self.manifest.state_bytes:  # none are stored where they grow
-            states_path = self.place / part_name(STATES, number, "bin")
-            new_states = StateFile.create(
-                states_path, self.manifest.model_id, self.manifest.state_bytes - TRAILER_BYTES
-            )
+            path, size = self.place / part_name(STATES, number, "bin"), self.manifest.state_bytes - TRAILER_BYTES
+            new_states = StateFile.create(path, self.manifest.model_id, size)
         # states are appended to or encoded in batches of bounded size
         has_state = (users.state_row != NO_STATE) & ~fresh_anchor
         cost = np.where(has_state, added.lengths, np.where(touched | self.requery_all, joined.lengths, 0))
