@@ -264,20 +264,20 @@ torch.save(found, sys.argv[3])
 
 
 def test_programs_run_without_this_package_and_give_the_eager_results(workers, trained, tmp_path):
-    from fuxi_torchrec.export.programs import example, flat
+    from fuxi_torchrec.export.programs import example
 
     workers(1).run(export, trained, tmp_path / "out", programs=True)
     bundle = Bundle.open(tmp_path / "out", verify="checksums")
     encoder = bundle.encoder()
     given = [example(encoder, users, seed=users) for users in (1, 2, 5, 33)]
-    torch.save([(flat(state), rows, times) for state, rows, times in given], tmp_path / "given.pt")
+    torch.save([(state.flat(), rows, times) for state, rows, times in given], tmp_path / "given.pt")
     (tmp_path / "clean.py").write_text(CLEAN)
     command = [sys.executable, "clean.py", "given.pt", bundle.path / "programs", "found.pt"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     for (state, rows, times), (after, vectors) in zip(given, torch.load(tmp_path / "found.pt"), strict=True):
         eager = encoder.append(state, rows, torch.arange(len(state) + 1), times)
-        for ours, theirs in zip(flat(eager), after, strict=True):
+        for ours, theirs in zip(eager.flat(), after, strict=True):
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
         expected = scaled(encoder.query(state, times + 60), bundle.manifest.similarity)
         assert torch.allclose(expected, vectors, rtol=0, atol=1e-6)
