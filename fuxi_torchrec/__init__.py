@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig, geometric_periods
     from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+    from fuxi_torchrec.encoders.registry import make_encoder
     from fuxi_torchrec.encoders.state import EncoderState
 
 __version__ = "0.1.0"
@@ -18,9 +19,10 @@ _HOME = {
     "FuXiLinearConfig": "fuxi_torchrec.encoders.fuxi_linear.config",
     "FuXiLinearEncoder": "fuxi_torchrec.encoders.fuxi_linear.encoder",
     "geometric_periods": "fuxi_torchrec.encoders.fuxi_linear.config",
+    "make_encoder": "fuxi_torchrec.encoders.registry",
 }
 
-__all__ = ["EncoderState", "FuXiLinearConfig", "FuXiLinearEncoder", "__version__", "geometric_periods"]
+__all__ = ["EncoderState", "FuXiLinearConfig", "FuXiLinearEncoder", "__version__", "geometric_periods", "make_encoder"]
 
 
 def __getattr__(name: str) -> Any:

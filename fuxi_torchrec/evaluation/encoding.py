@@ -13,7 +13,7 @@ from fuxi_torchrec.distributed import World
 from fuxi_torchrec.embeddings.inputs import agree, make_input
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.tables import Tables
-from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.evaluation.partition import UserPartition
 from fuxi_torchrec.tasks.base import Targets
 from fuxi_torchrec.training.model import SequenceModel
@@ -45,11 +45,6 @@ class UserEncoder:
         assert isinstance(module, SequenceModel)
         return module
 
-    @property
-    def record_bytes(self) -> int:
-        """Of a user's state."""
-        return int(self.module.encoder.init_state(1).to_bytes().shape[1])
-
     def partition(self, users: Ints, events: Ints) -> UserPartition:
         """Users partitioned over ranks and into batches whose events and states are bounded.
 
@@ -57,10 +52,11 @@ class UserEncoder:
             users: rows in order.
             events: of each of them that are encoded.
         """
-        return UserPartition.of(users, events, self.world.size, _EVENTS, max(1, _STATE_BYTES // self.record_bytes))
+        most = max(1, _STATE_BYTES // max(1, self.module.encoder.state_bytes))
+        return UserPartition.of(users, events, self.world.size, _EVENTS, most)
 
     @torch.no_grad()
-    def states(self, batch: EventBatch) -> EncoderState:
+    def states(self, batch: EventBatch) -> States:
         """The users of a batch after their events: a collective."""
         sides = [table.feature for table in self.tables.sides]
         given = make_input(batch, Targets.none(), self.tables.items.rows, sides)

@@ -21,7 +21,7 @@ from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
-from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
@@ -82,7 +82,7 @@ class Loaded:
         return self.users.module
 
     @property
-    def encoder(self) -> FuXiLinearEncoder:
+    def encoder(self) -> SequenceEncoder:
         """Every rank has all of it."""
         return self.module.encoder
 
@@ -127,7 +127,7 @@ def load(
     path = broadcast_from_rank_0("looking for the checkpoint", lambda: find_checkpoint(directory.checkpoints, which))
     info = checkpoints.read_info(path)
     with raise_on_all_ranks("opening the dataset"):
-        if info.identity.encoder != str(config.model.fingerprint()):
+        if info.identity.encoder != config.model.identity():
             raise CheckpointError(
                 f"{path}: the checkpoint's encoder is not that of {directory.path}/config.yaml, or was made by another "
                 f"version of this software ({info.software})"

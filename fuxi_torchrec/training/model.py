@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.inputs import ModelInput
 from fuxi_torchrec.embeddings.tables import Table, Tables, collection
-from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders import make_encoder
+from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.tasks.base import Task
 from fuxi_torchrec.tasks.registry import make_task
 
@@ -40,7 +41,7 @@ class SequenceModel(nn.Module):
         return self.items(batch.items).values(), side_rows
 
     @property
-    def encoder(self) -> FuXiLinearEncoder:
+    def encoder(self) -> SequenceEncoder:
         """Every rank has all of it."""
         return self.head.encoder
 
@@ -55,7 +56,7 @@ class Head(nn.Module):
 
     def __init__(self, config: Config, sides: tuple[Table, ...]) -> None:
         super().__init__()
-        self.encoder = FuXiLinearEncoder(config.model)
+        self.encoder = make_encoder(config.model)
         self.task = make_task(config.task, config.loss)
         self.pooling = {table.feature: table.pooling for table in sides}
         self.autocast = config.train.precision == "bfloat16"

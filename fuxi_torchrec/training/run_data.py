@@ -126,7 +126,7 @@ class RunData:
             self.items.fingerprint,
             self.dataset.info.time_unit,
             self.dataset.info.items,
-            str(config.model.fingerprint()),
+            config.model.identity(),
         )
 
 
