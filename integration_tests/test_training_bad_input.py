@@ -224,7 +224,7 @@ def test_what_cannot_be_trained_is_refused_and_can_be_corrected(workers, data, t
 def test_more_processes_than_rows(workers, tmp_path):
     make_dataset(tmp_path / "set", random_histories(0, users=20, longest=9, items=4), items=4)
     settings = changed(f"data.path={tmp_path / 'set'}")
-    words = ("tables.sharding", "item_table has 5 rows", "4 processes", "tables.sharding=data_parallel")
+    words = ("tables.sharding", "item_table has 5 rows", "4 ranks", "tables.sharding=data_parallel")
     refused(workers, tmp_path / "run", settings, "ShardingError", *words, world=4, both=True)
 
 
