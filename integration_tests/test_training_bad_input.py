@@ -415,10 +415,19 @@ def test_a_full_disk_leaves_the_last_checkpoint(workers, data, tmp_path, expecte
     assert resumes(workers, tmp_path, data, expected)
 
 
-@pytest.mark.parametrize("parts", ["null", "20"])
-def test_a_loss_that_is_no_number_stops_training_and_names_the_users(workers, run, data, expected, parts):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["batch.max_events_per_rank=20"],
+        ["logging.every_steps=100"],  # the loss is not read back: the next exchange tells
+        ["logging.every_steps=100", "train.pipeline=sparse_dist"],
+    ],
+    ids=["plain", "parts", "unlogged", "ahead"],
+)
+def test_a_loss_that_is_no_number_stops_training_and_names_the_users(workers, run, data, expected, settings):
     before = snapshot(run)
-    settings = changed(f"data.path={data}", "train.max_steps=6", f"batch.max_events_per_rank={parts}")
+    settings = changed(f"data.path={data}", "train.max_steps=6", *settings)
     words = ("the loss of step 5 is nan", "failed-step-5-rank-*.json", "step-000000004 is the last checkpoint")
     refused(workers, run, settings, "TrainingError", *words, both=True, prepare=poison)
     reports = [json.loads((run / f"failed-step-5-rank-{rank}.json").read_text()) for rank in range(2)]
