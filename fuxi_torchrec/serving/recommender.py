@@ -1,6 +1,7 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,13 +9,15 @@ import numpy as np
 
 from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import Bundle, ExportError
+from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
-from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
+from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
+from fuxi_torchrec.serving.log_filter import LogFilter
+from fuxi_torchrec.serving.replay import packed, replay
 from fuxi_torchrec.serving.requests import (
     Answer,
     Appended,
@@ -25,6 +28,7 @@ from fuxi_torchrec.serving.requests import (
     Request,
     Sides,
     UserId,
+    make_events,
     plain,
 )
 from fuxi_torchrec.serving.stored import StoredUsers
@@ -57,12 +61,13 @@ class Recommender:
         texts = side_values(bundle)
         self._rows = {name: len(table) for name, table in self._model.sides.items() if name not in texts}
         self._checks = Checks(self.manifest, self._rows)
+        self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         stored = StoredUsers(bundle, self._model)
         self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, cache_mib << 20)
         self.max_recent_events = max_recent_events
         self._log = log
         if content is not None:
-            self._replay(content)
+            replay(content, bundle.manifest, self._catalogue, self.users, log)
 
     @staticmethod
     def load(
@@ -176,36 +181,34 @@ class Recommender:
         k: int = 10,
         exclude_seen: bool = False,
         sides: Sequence[Sides] | None = None,
+        columns: Sequence[dict[str, Any]] | None = None,
     ) -> Answer:
         """The best items after a history that nobody stores: an anonymous session.
 
         The last ``max_length`` events count, as for users of an export.
 
         Args:
-            items: raw ids; unknown ones count as "an item I do not know".
+            items: raw ids; unknown ones count as "an item I do not know", unless the dataset leaves rare items out.
             timestamps: rising, in the export's unit.
             time: of the request.
             sides: side features, a dictionary per event.
+            columns: what the condition of the dataset's log reads, a dictionary per event; without it all events count.
         """
-        items, timestamps = plain(items), plain(timestamps)
-        if len(items) != len(timestamps):
-            raise ValueError(f"{len(items)} items and {len(timestamps)} timestamps: there must be one for each")
-        if sides is not None and len(sides) != len(items):
-            raise ValueError(f"{len(items)} items and {len(sides)} sides: there must be one for each")
-        events = [
-            Event("", item, when, sides[n] if sides is not None else None)
-            for n, (item, when) in enumerate(zip(items, timestamps, strict=True))
-        ]
+        events = make_events(None, items, timestamps, sides, columns)
         self._checks.events(events, anonymous=True)
+        if columns is not None:
+            events = self.select(events)
         self._checks.time(time, "time")
         self._checks.k(k)
-        indices = self._catalogue.find_few(items)
+        found = self._catalogue.find_few([event.item_id for event in events])
+        events = [event for event, index in zip(events, found, strict=True) if index != LEFT_OUT]
+        indices = [index for index in found if index != LEFT_OUT]
         history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
         request = Request("", time, k, exclude_seen)
         (answer,) = self._answers(
             [request], self._model.encode(history), [True], [np.array(indices, np.int64) if exclude_seen else None]
         )
-        return Answer(**{**vars(answer), "user_id": None, "unknown_items": indices.count(UNKNOWN)})
+        return Answer(**{**vars(answer), "user_id": None, "unknown_items": sum(index <= UNKNOWN for index in found)})
 
     def _answers(
         self, requests: Sequence[Request], state: States, known: Sequence[bool], seen: Sequence[Ints | None]
@@ -249,40 +252,52 @@ class Recommender:
         items: Sequence[ItemId],
         timestamps: Sequence[int],
         sides: Sequence[Sides] | None = None,
+        columns: Sequence[dict[str, Any]] | None = None,
     ) -> Appended:
         """Add events, in this order; they are on disk when this returns.
 
-        An event older than its user's last one is late: it is counted and left out. The next full export has it. An
-        ExportError when there are ``max_recent_events``: an export that has them is needed.
+        An event older than its user's last one is late: it is counted and left out. The next full export has it. So
+        are events that the dataset's log would not have: those of rare items, if it drops them, and those that its
+        condition leaves out. An ExportError when there are ``max_recent_events``: an export that has them is needed.
+
+        Args:
+            sides: side features, a dictionary per event.
+            columns: what the condition of the dataset's log reads beside them, a dictionary per event.
         """
-        user_ids, items, timestamps = plain(user_ids), plain(items), plain(timestamps)
-        if not len(user_ids) == len(items) == len(timestamps) or (sides is not None and len(sides) != len(items)):
-            raise ValueError(
-                f"{len(user_ids)} users, {len(items)} items, {len(timestamps)} timestamps"
-                f"{'' if sides is None else f', {len(sides)} of sides'}: there must be one of each for every event"
-            )
-        given: Iterable[Sides | None] = sides if sides is not None else [None] * len(items)
-        events = [Event(*columns) for columns in zip(user_ids, items, timestamps, given, strict=True)]
-        return self.append_events([events])[0]
+        return self.append_events([make_events(user_ids, items, timestamps, sides, columns)])[0]
+
+    def select(self, events: Sequence[Event]) -> list[Event]:
+        """Events that the condition of the dataset's log keeps; a ValueError if it cannot be told of one."""
+        if self._filter is not None:
+            self._filter.check(events)
+            events = [event for event, keep in zip(events, self._filter.keep(events), strict=True) if keep]
+        return [replace(event, columns=None) if event.columns else event for event in events]
 
     def append_events(self, groups: Sequence[Sequence[Event]], checked: bool = False) -> list[Appended]:
         """The same for several callers at once, with one write and one wait for the disk.
 
         Args:
             groups: events of each caller.
-            checked: the callers have made sure that every event can be appended.
+            checked: the callers have made sure that every event can be appended, and :meth:`select`-ed them.
         """
         log = self._writable()
-        events = [event for group in groups for event in group]
+        given = [len(group) for group in groups]
         if not checked:
-            self._checks.events(events)
-        indices = self._catalogue.find_few([event.item_id for event in events])
+            self._checks.events([event for group in groups for event in group])
+            groups = [self.select(group) for group in groups]
+        found = [self._catalogue.find_few([event.item_id for event in group]) for group in groups]
+        pairs = [
+            [(event, index) for event, index in zip(group, there, strict=True) if index != LEFT_OUT]
+            for group, there in zip(groups, found, strict=True)
+        ]
+        events = [event for group in pairs for event, _ in group]
+        indices = [index for group in pairs for _, index in group]
         crowded = set[UserId]()
         with self.users.lock:
             accepted = self.users.accepted(events)
             kept = [event for event, ok in zip(events, accepted, strict=True) if ok]
             self._check_room(len(kept))
-            position = log.write({"events": [_packed(event) for event in kept]}) if kept else 0
+            position = log.write({"events": [packed(event) for event in kept]}) if kept else 0
             for event, item, ok in zip(events, indices, accepted, strict=True):
                 if ok:
                     self.users.add(event, item)
@@ -295,11 +310,11 @@ class Recommender:
             except Exception:  # the events are on disk, and that is what was asked for
                 logger.exception("%d users could not be encoded; they are when they are asked for", len(crowded))
         results, at = [], 0
-        for group in groups:
-            here = slice(at, at + len(group))
-            taken = sum(accepted[here])
-            results.append(Appended(taken, len(group) - taken, indices[here].count(UNKNOWN)))
-            at += len(group)
+        for count, group, pair in zip(given, groups, pairs, strict=True):
+            here = slice(at, at + len(pair))
+            taken, rare = sum(accepted[here]), len(group) - len(pair)
+            results.append(Appended(taken, len(pair) - taken, indices[here].count(UNKNOWN), rare, count - len(group)))
+            at += len(pair)
         return results
 
     def forget(self, user_ids: Sequence[UserId]) -> int:
@@ -363,46 +378,3 @@ class Recommender:
                 f"of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new export, or give "
                 "a higher --max-recent-events (max_recent_events) and more memory"
             )
-
-    def _replay(self, content: LogContent) -> None:
-        """Bring back what was appended. On another export than the log was begun with, what that one has is left out:
-        events before the user's last one there, and of those at the same time as many of an item as it has.
-        """
-        about = about_of(self.manifest)
-        kinds = ("user_id_type", "item_id_type", "time_unit")
-        if any(content.about.get(kind) != about[kind] for kind in kinds):
-            raise ExportError(
-                "the append log has other ids or times than the export: "
-                + ", ".join(f"{kind} {content.about.get(kind)} and {about[kind]}" for kind in kinds)
-            )
-        same = content.about == about
-        covered, torn = 0, False
-        # what the export has of a user's last time there; more of that time came after it was made
-        events = () if same else (packed for record in content.records for packed in record.get("events", ()))
-        ties = self.users.stored_ties((user, time) for user, _, time, *_ in events)
-        for record in content.records:
-            for user in (*record.get("forget", ()), *record.get("forgotten", ())):
-                self.users.forget(user)
-            torn = torn or "forget" in record
-            for packed in record.get("events", ()):
-                event = Event(*packed)
-                (item,) = self._catalogue.find_few([event.item_id])
-                tied = ties.get((event.user_id, event.timestamp))
-                if event.timestamp < self.users.last_time(event.user_id):
-                    covered += 1
-                elif tied is not None and tied[item] and event.user_id not in self.users.forgotten:
-                    tied[item] -= 1
-                    covered += 1
-                else:
-                    self.users.add(event, item)
-        if covered:
-            logger.info("append log: %d events are part of this export already", covered)
-        if self._log is not None and (torn or not same):
-            # what was forgotten, and what the export has, does not stay on disk
-            left = [_packed(event) for recent in self.users.recent.values() for event in recent.raw]
-            self._log.rewrite(about, [{"forgotten": list(self.users.forgotten)}, {"events": left}])
-
-
-def _packed(event: Event) -> list[Any]:
-    plain = [event.user_id, event.item_id, int(event.timestamp)]
-    return [*plain, event.sides] if event.sides else plain

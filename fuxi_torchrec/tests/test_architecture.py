@@ -21,7 +21,7 @@ ALLOWED = {
     "doctor": {"worker_group"},
     "ops": set(),
     "encoders": {"ops"},
-    "events": {"errors"},
+    "events": {"errors", "logging"},
     "tasks": {"events", "encoders", "ops"},
     "config": {"tasks", "encoders", "strict_yaml", "distributed"},
     "data": {"events", "artifacts", "logging"},

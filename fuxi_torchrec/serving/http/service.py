@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
@@ -151,6 +151,8 @@ class Appended(BaseModel):
     accepted: int = Field(description="events that are on disk now")
     late: int = Field(description="events older than their user's last one, left out")
     unknown_items: int = Field(description="events of items that the model does not know")
+    rare_items: int = Field(description="events of items that the dataset would not have, left out")
+    filtered: int = Field(description="events that the condition of the dataset's log leaves out")
 
 
 class Forgotten(BaseModel):
@@ -218,8 +220,9 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         """One event of a history."""
 
         item_id: ItemId
-        timestamp: EventTime = Field(description=f"in {unit} since 1970; not yet to come")
+        timestamp: EventTime = Field(description=f"in {unit} since 1970; not in the future")
         sides: Sides | None = Field(None, description="side features")
+        columns: dict[str, Any] | None = Field(None, description=f"of the log, for its condition: {manifest.log.where}")
 
     class RecommendHistory(_Strict):
         """Ask for a history that is not stored."""
@@ -305,6 +308,12 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         recommender.close()
         logger.info("everything acknowledged is on disk; stopped")
 
+    def selected(events: list[requests.Event]) -> list[requests.Event]:
+        try:
+            return recommender.select(events)
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from None
+
     def plain(sides: BaseModel | None) -> dict[str, Any] | None:
         return sides.model_dump(by_alias=True, exclude_none=True, exclude_unset=True) if sides is not None else None
 
@@ -337,16 +346,20 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
             body.k,
             body.exclude_seen,
             [plain(event.sides) or {} for event in events],
+            [event.columns or {} for event in events] if any(event.columns for event in events) else None,
         )
         return JSONResponse(answer.to_dict())
 
     @app.post("/append", **posts)
     async def append(body: Append) -> Appended:
-        events = [requests.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides)) for e in body.events]
-        done = await asyncio.wrap_future(telling.submit(events))
+        events = [requests.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides), e.columns) for e in body.events]
+        kept = await in_thread(len(events), selected, events) if manifest.log.where else selected(events)
+        done = replace(await asyncio.wrap_future(telling.submit(kept)), filtered=len(events) - len(kept))
         metrics.events.labels("accepted").inc(done.accepted)
         metrics.events.labels("late").inc(done.late)
         metrics.events.labels("unknown_item").inc(done.unknown_items)
+        metrics.events.labels("rare_item").inc(done.rare_items)
+        metrics.events.labels("filtered").inc(done.filtered)
         return Appended(**vars(done))
 
     @app.post("/forget", **posts)

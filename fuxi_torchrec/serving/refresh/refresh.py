@@ -13,17 +13,16 @@ Rules, also in the manifest:
 import hashlib
 import json
 import os
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
-from fuxi_torchrec.artifacts import OutputLock, sync
+from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.events.log import OnBadRows
 from fuxi_torchrec.events.times import check_time, show_time
 from fuxi_torchrec.export.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.append_log import LOG_FILE, about_of, read_about
+from fuxi_torchrec.serving.refresh.files import place_for
 from fuxi_torchrec.serving.refresh.new_events import LogColumns, read_events
 from fuxi_torchrec.serving.refresh.run import Progress, RefreshRun, Since
 from fuxi_torchrec.serving.refresh.summary import Summary
@@ -38,10 +37,10 @@ def refresh(
     requery_all: bool = False,
     forget: Sequence[int | str] = (),
     columns: LogColumns | None = None,
-    on_bad_rows: Literal["error", "skip"] = "error",
+    on_bad_rows: OnBadRows | None = None,
     progress: Progress | None = None,
 ) -> Summary:
-    """Write a new export.
+    """Write a new export. Events are read as those of the export were: its manifest says how.
 
     Args:
         export: the one to begin with; it is not changed.
@@ -50,6 +49,8 @@ def refresh(
         as_of: when users are asked; the latest of the export's own and of the events by default, and never before.
         requery_all: ask all users, not only touched ones.
         forget: users that the new export does not have.
+        columns: names of the log's columns where they are others.
+        on_bad_rows: as when the dataset was prepared by default.
     """
     bundle, output = Bundle.open(export), Path(output)
     began = time.perf_counter()
@@ -67,11 +68,18 @@ def refresh(
         )
     asked = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
     request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-    summary = Summary(str(output), as_of, len(new), unknown_items=new.unknown_items, bad_rows=new.bad_rows)
+    summary = Summary(
+        str(output),
+        as_of,
+        len(new),
+        unknown_items=new.unknown_items,
+        rare_items=new.rare_items,
+        bad_rows=new.bad_rows,
+    )
     if _done_already(output, request):
         summary.already_done = True
         return summary
-    with _place_for(output) as place:
+    with place_for(output) as place:
         summary.seconds["reading"] = time.perf_counter() - began
         run = RefreshRun(
             bundle,
@@ -106,18 +114,3 @@ def _done_already(output: Path, request: str) -> bool:
     if (output / MANIFEST).exists() and (Bundle.open(output).manifest.parent or {}).get("request") == request:
         return True
     raise ExportError(f"{output} exists and is not this refresh: exports are never changed, choose another output")
-
-
-@contextmanager
-def _place_for(output: Path) -> Iterator[Path]:
-    """A directory beside the output that only this process writes; it goes away unless it was renamed."""
-    lock, place = OutputLock(output), output.absolute().with_name(f".{output.name}.refreshing")
-    if not lock.take():
-        raise ExportError(f"{output}: another refresh is writing it: wait for it, or choose another output")
-    try:
-        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
-        place.mkdir()
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-        lock.release()
