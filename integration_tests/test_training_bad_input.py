@@ -294,7 +294,8 @@ def test_a_run_is_not_resumed_with_something_else(
     other = tmp_path / "other"
     make_dataset(other, random_histories(seed, users=60, longest=30, items=ITEMS), items=items)
     description = json.loads((other / "dataset.json").read_text())
-    (other / "dataset.json").write_text(json.dumps({**description, "time_unit": unit}))
+    description["log"]["time_unit"] = unit
+    (other / "dataset.json").write_text(json.dumps(description))
     before = snapshot(run)
     settings = changed(f"data.path={other}", "train.max_steps=6", *overrides)
     refused(workers, run, settings, kind, *words)
