@@ -84,7 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
         import uvicorn
 
-        from fuxi_torchrec.serving.http.service import Limits, create_app
+        from fuxi_torchrec.serving.http.bodies import Limits
+        from fuxi_torchrec.serving.http.service import create_app
     except ImportError as error:
         print(f'serve: {error.name} is not installed: pip install "fuxi_torchrec[serve]"', file=sys.stderr)
         return 1

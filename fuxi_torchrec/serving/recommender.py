@@ -1,5 +1,6 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -8,13 +9,14 @@ import numpy as np
 
 from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import Bundle, ExportError
+from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
 from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
+from fuxi_torchrec.serving.replay import packed, replay
 from fuxi_torchrec.serving.requests import (
     Answer,
     Appended,
@@ -63,7 +65,7 @@ class Recommender:
         self.max_recent_events = max_recent_events
         self._log = log
         if content is not None:
-            self._replay(content)
+            replay(content, log, self.manifest, self.users, self._catalogue)
 
     @staticmethod
     def load(
@@ -197,16 +199,18 @@ class Recommender:
             Event("", item, when, sides[n] if sides is not None else None)
             for n, (item, when) in enumerate(zip(items, timestamps, strict=True))
         ]
+        return self.answer_history(events, Request("", time, k, exclude_seen))
+
+    def answer_history(self, events: Sequence[Event], request: Request) -> Answer:
+        """The same for events; their users and the request's do not matter."""
         self._checks.events(events, anonymous=True)
-        self._checks.time(time, "time")
-        self._checks.k(k)
-        indices = self._catalogue.find_few(items)
+        self._checks.time(request.time, "time")
+        self._checks.k(request.k)
+        indices = self._catalogue.find_few([event.item_id for event in events])
         history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
-        request = Request("", time, k, exclude_seen)
-        (answer,) = self._answers(
-            [request], self._model.encode(history), [True], [np.array(indices, np.int64) if exclude_seen else None]
-        )
-        return Answer(**{**vars(answer), "user_id": None, "unknown_items": indices.count(UNKNOWN)})
+        seen = np.array(indices, np.int64) if request.exclude_seen else None
+        (answer,) = self._answers([request], self._model.encode(history), [True], [seen])
+        return dataclasses.replace(answer, user_id=None, unknown_items=indices.count(UNKNOWN))
 
     def _answers(
         self, requests: Sequence[Request], state: EncoderState, known: Sequence[bool], seen: Sequence[Ints | None]
@@ -283,7 +287,7 @@ class Recommender:
             accepted = self.users.accepted(events)
             kept = [event for event, ok in zip(events, accepted, strict=True) if ok]
             self._check_room(len(kept))
-            position = log.write({"events": [_packed(event) for event in kept]}) if kept else 0
+            position = log.write({"events": [packed(event) for event in kept]}) if kept else 0
             for event, item, ok in zip(events, indices, accepted, strict=True):
                 if ok:
                     self.users.add(event, item)
@@ -350,7 +354,7 @@ class Recommender:
             "log_failed": self._log is not None and self._log.failed is not None,
         }
 
-    # --- inside: the log ---------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _writable(self) -> AppendLog:
         if self._log is None:
@@ -364,46 +368,3 @@ class Recommender:
                 f"of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new export, or give "
                 "a higher --max-recent-events (max_recent_events) and more memory"
             )
-
-    def _replay(self, content: LogContent) -> None:
-        """Bring back what was appended. On another export than the log was begun with, what that one has is left out:
-        events before the user's last one there, and of those at the same time as many of an item as it has.
-        """
-        about = about_of(self.manifest)
-        kinds = ("user_id_type", "item_id_type", "time_unit")
-        if any(content.about.get(kind) != about[kind] for kind in kinds):
-            raise ExportError(
-                "the append log has other ids or times than the export: "
-                + ", ".join(f"{kind} {content.about.get(kind)} and {about[kind]}" for kind in kinds)
-            )
-        same = content.about == about
-        covered, torn = 0, False
-        # what the export has of a user's last time there; more of that time came after it was made
-        events = () if same else (packed for record in content.records for packed in record.get("events", ()))
-        ties = self.users.stored_ties((user, time) for user, _, time, *_ in events)
-        for record in content.records:
-            for user in (*record.get("forget", ()), *record.get("forgotten", ())):
-                self.users.forget(user)
-            torn = torn or "forget" in record
-            for packed in record.get("events", ()):
-                event = Event(*packed)
-                (item,) = self._catalogue.find_few([event.item_id])
-                tied = ties.get((event.user_id, event.timestamp))
-                if event.timestamp < self.users.last_time(event.user_id):
-                    covered += 1
-                elif tied is not None and tied[item] and event.user_id not in self.users.forgotten:
-                    tied[item] -= 1
-                    covered += 1
-                else:
-                    self.users.add(event, item)
-        if covered:
-            logger.info("append log: %d events are part of this export already", covered)
-        if self._log is not None and (torn or not same):
-            # what was forgotten, and what the export has, does not stay on disk
-            left = [_packed(event) for recent in self.users.recent.values() for event in recent.raw]
-            self._log.rewrite(about, [{"forgotten": list(self.users.forgotten)}, {"events": left}])
-
-
-def _packed(event: Event) -> list[Any]:
-    plain = [event.user_id, event.item_id, int(event.timestamp)]
-    return [*plain, event.sides] if event.sides else plain

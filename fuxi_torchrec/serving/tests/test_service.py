@@ -11,7 +11,8 @@ from fastapi.testclient import TestClient
 
 from fuxi_torchrec.events.features import SideTable
 from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
-from fuxi_torchrec.serving.http.service import Limits, create_app
+from fuxi_torchrec.serving.http.bodies import Limits
+from fuxi_torchrec.serving.http.service import create_app
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.tests.random_export import DAY, DemoExport, write_demo_export
 
@@ -373,7 +374,7 @@ def test_health_and_metrics_wait_for_nobody(client, recommender):
 
 def test_each_event_is_checked_once(client, recommender, monkeypatch):
     checked = []
-    for name in ("http.service", "requests"):
+    for name in ("http.bodies", "requests"):
         check = f"fuxi_torchrec.serving.{name}.check_event_time"
         monkeypatch.setattr(check, lambda value, *_, **__: checked.append(value) or value)
     time = as_of(client)
@@ -383,14 +384,14 @@ def test_each_event_is_checked_once(client, recommender, monkeypatch):
 
 
 def test_histories_that_wait_are_bounded_too(recommender, monkeypatch):
-    began, gate, answer = threading.Event(), threading.Event(), recommender.recommend_history
+    began, gate, answer = threading.Event(), threading.Event(), recommender.answer_history
 
     def slowly(*given):
         began.set()
         assert gate.wait(10)
         return answer(*given)
 
-    monkeypatch.setattr(recommender, "recommend_history", slowly)
+    monkeypatch.setattr(recommender, "answer_history", slowly)
     with TestClient(create_app(recommender, limits=Limits(waiting=1))) as client, ThreadPoolExecutor(1) as pool:
         body = {"events": [{"item_id": 1001, "timestamp": as_of(client)}], "time": as_of(client) + DAY}
         first = pool.submit(client.post, "/recommend-history", json=body)
