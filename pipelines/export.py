@@ -46,12 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     setup_logging(options.log_level)
     with group_of(options.run_dir) as world:
+        from fuxi_torchrec.artifacts import NewDirectory
         from fuxi_torchrec.evaluation.loading import load
-        from fuxi_torchrec.export.export import check_output, export
+        from fuxi_torchrec.export.export import export
         from fuxi_torchrec.export.job import ExportOptions
 
         with raise_on_all_ranks("looking at the output"):  # before the checkpoint is read
-            check_output(options.output)
+            NewDirectory(options.output).check()
             wanted = ExportOptions(
                 options.as_of,
                 options.truncate,

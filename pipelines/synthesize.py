@@ -9,7 +9,6 @@ today's. Each has ``user_id``, ``item_id`` and ``timestamp`` (seconds), by time.
 import argparse
 import dataclasses
 import itertools
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate, oracle_hit_rate
 
 
@@ -49,15 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sorted(set(cuts)) != cuts or not all(0 < cut < 1 for cut in cuts):
             raise ValueError(f"--cuts must be rising shares between 0 and 1, not {options.cuts}")
         config = synthetic_config(options)
-        if options.output.exists():
-            raise ValueError(f"{options.output} exists: name a new directory")
-        aside = options.output.with_name(f".{options.output.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        for number, table in enumerate(parts(config, cuts)):
-            pq.write_table(table, aside / f"part-{number}.parquet")
-            print(f"{options.output / f'part-{number}.parquet'}: {len(table):,} events")
-        aside.rename(options.output)
+        with NewDirectory(options.output) as place:
+            for number, table in enumerate(parts(config, cuts)):
+                pq.write_table(table, place / f"part-{number}.parquet")
+                print(f"{options.output / f'part-{number}.parquet'}: {len(table):,} events")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

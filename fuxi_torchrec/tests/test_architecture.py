@@ -14,7 +14,7 @@ ROOT = PACKAGE.parent
 ALLOWED = {
     "errors": set(),
     "logging": set(),
-    "artifacts": set(),
+    "artifacts": {"errors"},
     "distributed": set(),
     "strict_yaml": set(),
     "worker_group": set(),

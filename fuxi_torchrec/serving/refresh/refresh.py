@@ -12,15 +12,12 @@ Rules, also in the manifest:
 
 import hashlib
 import json
-import os
-import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from fuxi_torchrec.artifacts import OutputLock, sync
+from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.events.times import check_time, show_time
 from fuxi_torchrec.export.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.append_log import LOG_FILE, about_of, read_about
@@ -71,7 +68,7 @@ def refresh(
     if _done_already(output, request):
         summary.already_done = True
         return summary
-    with _place_for(output) as place:
+    with NewDirectory(output) as place:
         summary.seconds["reading"] = time.perf_counter() - began
         run = RefreshRun(
             bundle,
@@ -85,10 +82,6 @@ def refresh(
             _since(Path(events), bundle),
         )
         run.run(request)
-        if output.exists():
-            raise ExportError(f"{output} appeared while this was running: choose another output")
-        os.rename(place, output)
-        sync(output.absolute().parent)
     return summary
 
 
@@ -106,18 +99,3 @@ def _done_already(output: Path, request: str) -> bool:
     if (output / MANIFEST).exists() and (Bundle.open(output).manifest.parent or {}).get("request") == request:
         return True
     raise ExportError(f"{output} exists and is not this refresh: exports are never changed, choose another output")
-
-
-@contextmanager
-def _place_for(output: Path) -> Iterator[Path]:
-    """A directory beside the output that only this process writes; it goes away unless it was renamed."""
-    lock, place = OutputLock(output), output.absolute().with_name(f".{output.name}.refreshing")
-    if not lock.take():
-        raise ExportError(f"{output}: another refresh is writing it: wait for it, or choose another output")
-    try:
-        shutil.rmtree(place, ignore_errors=True)  # of a process that was killed
-        place.mkdir()
-        yield place
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-        lock.release()
