@@ -95,3 +95,21 @@ def test_importing_the_package_brings_nothing_heavy():
     code = "import fuxi_torchrec, sys; print({'torchrec', 'fbgemm_gpu', 'numpy', 'pyarrow', 'yaml'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_files_and_functions_fit_in_a_head():
+    for path in sources():
+        text = path.read_text()
+        assert len(text.splitlines()) <= 400, f"{path}: {len(text.splitlines())} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                assert lines <= 80, f"{path}: {node.name} has {lines} lines"
+
+
+def test_serving_needs_neither_torchrec_nor_training():
+    names = [path.relative_to(ROOT).with_suffix("") for path in sources() if box_of(path) == "serving"]
+    modules = [".".join(name.parts).removesuffix(".__init__") for name in names]
+    code = f"import {', '.join(modules)}, sys; print({{'torchrec', 'fuxi_torchrec.training'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
