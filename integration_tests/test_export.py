@@ -30,7 +30,7 @@ def export(run_dir, output, load_options=None, **options):
     from fuxi_torchrec.evaluation import loading
     from fuxi_torchrec.export import export as exporting
     from fuxi_torchrec.export import users
-    from fuxi_torchrec.export.job import ExportOptions
+    from fuxi_torchrec.export.options import ExportOptions
 
     run = small.load(run_dir, **(load_options or {}))
     options = {"state_min_events": 10, "programs": False, **options}

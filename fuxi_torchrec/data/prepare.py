@@ -22,6 +22,7 @@ from fuxi_torchrec.events.filesystem import exists, resolve
 from fuxi_torchrec.events.sources import FILE, INTEGERS, ROW, Source, literal, quote, time_sql
 from fuxi_torchrec.events.times import PER_SECOND, show_time
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.options import option
 
 logger = get_logger(__name__)
 
@@ -33,18 +34,12 @@ _SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a side column beyond
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare, whatever the source.
+    """How to prepare, whatever the source."""
 
-    Attributes:
-        memory_limit: of DuckDB and of sorting, half each, for example ``"1GB"``; what does not fit spills to disk.
-        on_bad_rows: ``error`` names the first bad rows, ``skip`` counts and leaves them out.
-        extend: an earlier dataset whose item indices are kept.
-    """
-
-    memory_limit: str = "4GB"
-    threads: int = 2
-    on_bad_rows: Literal["error", "skip"] = "error"
-    extend: str | None = None
+    memory_limit: str = option("4GB", "of DuckDB and of sorting, half each; what does not fit spills to disk")
+    threads: int = option(2, "of DuckDB")
+    on_bad_rows: Literal["error", "skip"] = option("error", "name the first bad rows, or count and leave them out")
+    extend: str | None = option(None, "an earlier dataset whose item indices are kept", metavar="PREV")
 
 
 def prepare(

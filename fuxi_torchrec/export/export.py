@@ -34,7 +34,8 @@ from fuxi_torchrec.export.bundle import (
     describe_file,
     write_manifest,
 )
-from fuxi_torchrec.export.job import ExportJob, ExportOptions, id_type
+from fuxi_torchrec.export.job import ExportJob, id_type
+from fuxi_torchrec.export.options import ExportOptions
 from fuxi_torchrec.export.programs import detached, write_programs
 from fuxi_torchrec.export.states import TRAILER_BYTES
 from fuxi_torchrec.export.tables import model_id, write_items, write_tables

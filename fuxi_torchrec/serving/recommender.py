@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
-from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, Search, side_values
+from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
+from fuxi_torchrec.serving.options import RecommenderOptions, Search, Verify
 from fuxi_torchrec.serving.replay import packed, replay
 from fuxi_torchrec.serving.requests import (
     Answer,
@@ -33,7 +34,6 @@ from fuxi_torchrec.serving.stored import StoredUsers
 
 logger = get_logger(__name__)
 
-MAX_RECENT = 5_000_000  # events since the export: 1 to 2.5 GB
 _EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is asked for
 
 
@@ -49,20 +49,18 @@ class Recommender:
         bundle: Bundle,
         log: AppendLog | None,
         content: LogContent | None,
-        cache_mib: int = 512,
-        search: Search = "index",
-        max_recent_events: int = MAX_RECENT,
+        options: RecommenderOptions,
     ) -> None:
         self.bundle, self.manifest = bundle, bundle.manifest
         self._model = UserModel(bundle)
-        self._catalogue = Catalogue(bundle, search)
+        self._catalogue = Catalogue(bundle, options.search)
         texts = side_values(bundle)
         self._rows = {name: len(table) for name, table in self._model.sides.items() if name not in texts}
         self._checks = Checks(self.manifest, self._rows)
-        cache_users = max(1, (cache_mib << 20) // max(1, self.manifest.state_bytes))
+        cache_users = max(1, (options.cache_mib << 20) // max(1, self.manifest.state_bytes))
         stored = StoredUsers(bundle, self._model)
         self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, cache_users)
-        self.max_recent_events = max_recent_events
+        self.max_recent_events = options.max_recent_events
         self._log = log
         if content is not None:
             replay(content, log, self.manifest, self.users, self._catalogue)
@@ -72,10 +70,10 @@ class Recommender:
         path: str | Path,
         *,
         log_dir: str | Path | None = None,
-        verify: Literal["sizes", "checksums"] = "sizes",
-        cache_mib: int = 512,
-        search: Search = "index",
-        max_recent_events: int = MAX_RECENT,
+        verify: Verify = RecommenderOptions.verify,
+        cache_mib: int = RecommenderOptions.cache_mib,
+        search: Search = RecommenderOptions.search,
+        max_recent_events: int = RecommenderOptions.max_recent_events,
         read_only: bool = False,
         warm_up: bool = True,
     ) -> "Recommender":
@@ -108,7 +106,8 @@ class Recommender:
                 if log is not None:
                     log.content = content
                 content = with_old(directory, content, about)
-            recommender = Recommender(bundle, log, content, cache_mib, search, max_recent_events)
+            options = RecommenderOptions(directory, verify, cache_mib, search, max_recent_events)
+            recommender = Recommender(bundle, log, content, options)
             if warm_up:
                 recommender.warm_up()
         except BaseException:

@@ -8,35 +8,11 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from fuxi_torchrec.events.times import NAMES, bounds, check_event_time, check_time, last_event, now
 from fuxi_torchrec.serving import requests
+from fuxi_torchrec.serving.options import Limits
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.requests import ItemId, UserId
 
 Model = TypeVar("Model", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a request may ask for.
-
-    Attributes:
-        k: items of an answer.
-        body_bytes: of a request.
-        events: of a request, appended or of a history.
-        batch: requests worked on together.
-        batch_events: events appended together, unless one request has more.
-        window_seconds: how long a request waits for others.
-        waiting: requests of a kind that may wait; more are refused with 503.
-        waiting_events: the same for the events that they have, or users to forget.
-    """
-
-    k: int = 1000
-    body_bytes: int = 2**20
-    events: int = 10_000
-    batch: int = 64
-    batch_events: int = 10_000
-    window_seconds: float = 0.002
-    waiting: int = 4096
-    waiting_events: int = 100_000
 
 
 def _whole(value: Any) -> Any:
@@ -197,15 +173,15 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
     ]
     question: dict[str, Any] = {
         "time": time | None,
-        "k": Annotated[int, Field(ge=1, le=limits.k), BeforeValidator(_whole)],
+        "k": Annotated[int, Field(ge=1, le=limits.max_k), BeforeValidator(_whole)],
     }
     event: dict[str, Any] = {"item_id": item, "timestamp": event_time, "sides": _sides(recommender) | None}
     past, new = _narrowed(PastEvent, **event), _narrowed(NewEvent, **event, user_id=user)
     return Bodies(
         _narrowed(Recommend, **question, user_id=user),
-        _narrowed(RecommendHistory, **question, events=_list(past, limits.events)),
-        _narrowed(Append, events=_list(new, limits.events, least=1)),
-        _narrowed(Forget, user_ids=_list(user, limits.events, least=1)),
+        _narrowed(RecommendHistory, **question, events=_list(past, limits.max_events)),
+        _narrowed(Append, events=_list(new, limits.max_events, least=1)),
+        _narrowed(Forget, user_ids=_list(user, limits.max_events, least=1)),
         _narrowed(Recommendations, user=user | None, items=list[_narrowed(Item, item_id=item)]),  # type: ignore[misc]
     )
 

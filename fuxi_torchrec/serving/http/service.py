@@ -20,9 +20,9 @@ from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving import requests
 from fuxi_torchrec.serving.http import bodies
 from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
-from fuxi_torchrec.serving.http.bodies import Limits
 from fuxi_torchrec.serving.http.guard import Guard, problem
 from fuxi_torchrec.serving.http.metrics import Metrics
+from fuxi_torchrec.serving.options import Limits
 from fuxi_torchrec.serving.recommender import Recommender
 
 logger = get_logger(__name__)
@@ -62,7 +62,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         token=token,
         open_paths=frozenset(("/health", "/openapi.json")),
         paths=frozenset(route.path for route in app.routes),  # type: ignore[attr-defined]
-        body_bytes=limits.body_bytes,
+        body_bytes=limits.max_body_kib * 1024,
         observe=service.metrics.observe,
     )
     return app
@@ -109,22 +109,22 @@ class Service:
         self._asking: Batcher[requests.Request, requests.Answer] = Batcher(
             recommender.answer,
             "recommend",
-            limits.batch,
-            limits.window_seconds,
-            limits.waiting,
+            limits.max_batch,
+            limits.batch_window_ms / 1000,
+            limits.max_waiting,
             self.metrics.batch.labels("recommend").observe,
             repeat=True,
         )
         self._telling: Batcher[list[requests.Event], requests.Appended] = Batcher(
             partial(recommender.append_events, checked=True),  # by the description of NewEvent
             "append",
-            limits.batch,
+            limits.max_batch,
             0.0,  # while one batch is being written, the next one gathers
-            limits.waiting,
+            limits.max_waiting,
             self.metrics.batch.labels("append").observe,
             cost=len,
-            most_cost=limits.batch_events,
-            waiting_cost=limits.waiting_events,
+            most_cost=limits.max_batch_events,
+            waiting_cost=limits.max_waiting_events,
         )
 
     @asynccontextmanager
@@ -181,7 +181,7 @@ class Service:
     async def _in_thread(self, cost: int, work: Callable[..., Answered], *given: Any) -> Answered:
         """For what is not worked on together; the cost is in events or users."""
         limits = self.limits
-        if self._in_threads >= limits.waiting or (self._held and self._held + cost > limits.waiting_events):
+        if self._in_threads >= limits.max_waiting or (self._held and self._held + cost > limits.max_waiting_events):
             raise OverloadedError("too many requests are waiting")
         self._in_threads, self._held = self._in_threads + 1, self._held + cost
         try:
