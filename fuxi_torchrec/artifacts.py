@@ -105,21 +105,22 @@ class NewDirectory:
         scratch: a directory beside the output for whatever is needed on the way; it goes away, at the latest with the
             next attempt.
         place: the directory in it that becomes the output.
+        lock_path: a file that is locked while the output is being made.
     """
 
     def __init__(self, output: str | Path) -> None:
         self.output = Path(output).absolute()
         self.scratch = self.output.with_name(f".{self.output.name}.partial")
         self.place = self.scratch / self.output.name
-        self._lock_path = self.output.with_name(f".{self.output.name}.lock")
+        self.lock_path = self.output.with_name(f".{self.output.name}.lock")
         self._lock: IO[str] | None = None
 
     def begin(self) -> Path:
         """Make the place, which only this process does; an OutputError if there is an output, or another writer."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        file = self._lock_path.open("a")
+        file = self.lock_path.open("a")
         try:
-            if not lock(file, 0.0) or os.fstat(file.fileno()).st_ino != self._lock_path.stat().st_ino:
+            if not lock(file, 0.0) or os.fstat(file.fileno()).st_ino != self.lock_path.stat().st_ino:
                 raise FileNotFoundError
         except FileNotFoundError:  # also if its holder has just removed it
             file.close()
@@ -155,13 +156,9 @@ class NewDirectory:
         """Leave nothing behind but the output, and let others in; nothing happens if it was not begun."""
         if self._lock is not None:
             shutil.rmtree(self.scratch, ignore_errors=True)
-            self._lock_path.unlink(missing_ok=True)
+            self.lock_path.unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
-
-    def is_being_made(self) -> bool:
-        """Whether a process is at it now."""
-        return is_locked(self._lock_path)
 
     def __enter__(self) -> Path:
         return self.begin()

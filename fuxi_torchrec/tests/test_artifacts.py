@@ -168,13 +168,13 @@ def test_a_full_disk_leaves_no_directory(tmp_path, monkeypatch):
 def test_an_output_has_one_writer(tmp_path):
     first, second = NewDirectory(tmp_path / "output"), NewDirectory(tmp_path / "output")
     place = first.begin()
-    assert second.is_being_made()
+    assert is_locked(second.lock_path)
     with pytest.raises(OutputError, match="output: another job is writing it: wait for it, or choose another output"):
         second.begin()
     second.end()  # not begun: the other one's stays
     assert place.exists()
     first.end()
-    assert not second.is_being_made() and os.listdir(tmp_path) == []
+    assert not is_locked(second.lock_path) and os.listdir(tmp_path) == []
     write(tmp_path / "output")
     assert os.listdir(tmp_path) == ["output"]
 
