@@ -175,7 +175,7 @@ class TorchXJobs:
         )
 
     def _alive(self, job: Job, handle: str | None) -> str:
-        """What of a job still runs, in words; nothing if nothing does. Of a local one the lock tells another pipeline."""
+        """What of a job still runs, in words; nothing if nothing does. Another pipeline's local one has a lock."""
         status = self._status_if_known(handle) if handle is not None else None
         if status is not None and not status.is_terminal():
             return str(handle)
