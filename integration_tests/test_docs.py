@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from benchmarks import experiments, report, rows
+from fuxi_torchrec.serving.tests.random_export import write_demo_export
 from integration_tests.services import Service
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +25,7 @@ def blocks(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, tmp_path):
+    write_demo_export(tmp_path / "export")  # pages that read an export take this one for the reader's own
     script = tmp_path / f"{page.stem}.py"
     script.write_text("import torch\n" + "\n\n".join(blocks(page)))
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=110)
