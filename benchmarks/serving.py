@@ -107,7 +107,7 @@ def refresh(scratch: Path) -> tuple[str, list[Aim], Any]:
             def from_state(file: StateFile = file, chosen: Any = chosen, new: Any = some_new, t: Any = times) -> Any:
                 records, valid = file.get(chosen)
                 assert valid.all()
-                state = model.append(model.read(records), new)
+                state: Any = model.append(model.read(records), new)
                 vectors = model.vectors(state, t)
                 file.put(chosen, state.to_bytes())
                 return vectors

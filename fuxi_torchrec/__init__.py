@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fuxi_torchrec.data.prepare import PrepareOptions
     from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig, geometric_periods
     from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+    from fuxi_torchrec.encoders.registry import make_encoder
     from fuxi_torchrec.encoders.state import EncoderState
     from fuxi_torchrec.evaluation.options import EvaluateOptions
     from fuxi_torchrec.export.bundle import Bundle
@@ -38,6 +39,7 @@ _HOME = {
     "export": "api",
     "geometric_periods": "encoders.fuxi_linear.config",
     "load_config": "config",
+    "make_encoder": "encoders.registry",
     "prepare": "api",
     "refresh": "serving.refresh.refresh",
     "train": "api",
@@ -58,6 +60,7 @@ __all__ = [
     "export",
     "geometric_periods",
     "load_config",
+    "make_encoder",
     "prepare",
     "refresh",
     "train",

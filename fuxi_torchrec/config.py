@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
-from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.base import EncoderConfig
+from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_class
 
 
 def _key(default: Any, help: str, operational: bool = False) -> Any:
@@ -231,8 +232,8 @@ class LoggingConfig:
         _check_least(self, every_steps=1)
 
 
-def _default_model() -> FuXiLinearConfig:
-    return FuXiLinearConfig(temporal_periods=(3600, 86400, 604800, 31536000))
+def _default_model() -> EncoderConfig:
+    return config_class(DEFAULT_KIND)()  # type: ignore[call-arg]  # every setting of this kind has a default
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class Config:
     seed: int = _key(0, "everything random follows from it")
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
-    model: FuXiLinearConfig = field(default_factory=_default_model)
+    model: EncoderConfig = field(default_factory=_default_model, metadata={"by_kind": config_class})
     tables: TablesConfig = field(default_factory=TablesConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -302,6 +303,8 @@ class Difference:
 
 def _differences(old: Any, new: Any, prefix: str) -> Iterator[Difference]:
     for each in dataclasses.fields(old):
+        if not hasattr(new, each.name):  # sections of different kinds: the kind says it
+            continue
         key, a, b = prefix + each.name, getattr(old, each.name), getattr(new, each.name)
         if dataclasses.is_dataclass(a):
             yield from _differences(a, b, key + ".")

@@ -4,6 +4,10 @@ The schema is the dataclass. A key it does not have is an error that names the n
 type is an error that names key, value, file and line; a key written twice is an error. Nothing is converted except an
 integer where a float is wanted and a list where a tuple is wanted.
 
+A top-level section may be a tagged union: its field's metadata has ``by_kind``, a function that takes the section's
+``kind`` and gives the dataclass of its keys, or a ValueError that names the kinds there are. Without ``kind`` it is
+that of the section's default.
+
 YAML is read by version 1.2's rules for plain values, which is what people expect: ``1e-3`` is a number, ``no`` and
 ``12:30`` are strings.
 """
@@ -54,15 +58,17 @@ def load(schema: type[Schema], path: str | Path | None = None, overrides: Sequen
         settings.update(_read_file(Path(path)))
     for override in overrides:
         settings.update(_read_override(override))
-    checked = {key: _check_key(schema, key) for key in settings}
+    actual = _with_kinds(schema, settings)
+    checked = {key: _check_key(actual, key) for key in settings}
     problems = [f"{settings[key].where}: {problem}" for key, problem in checked.items() if problem is not None]
     if problems:
         raise ConfigError("\n".join(problems))
     # a section whose every line is commented out reads as null and means its defaults
     for key, setting in settings.items():
-        if setting.value is None and _is_section(schema, key):
+        if setting.value is None and _is_section(actual, key):
             settings[key] = dataclasses.replace(setting, value={})
-    return _validate(schema, settings)
+    found = _validate(actual, settings)
+    return schema(**{name: getattr(found, name) for name in _types(schema)})
 
 
 def dump(config: Any) -> str:
@@ -177,6 +183,26 @@ def _read_override(override: str) -> dict[_Key, _Setting]:
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
+
+
+def _with_kinds(schema: type[Any], settings: Mapping[_Key, _Setting]) -> type[Any]:
+    """The schema with the dataclass of its kind in place of every tagged union."""
+    chosen: dict[str, type[Any]] = {}
+    for field in dataclasses.fields(schema):
+        if "by_kind" not in field.metadata:
+            continue
+        assert field.default_factory is not dataclasses.MISSING
+        kind = field.default_factory().kind
+        given = settings.get((field.name, "kind"))
+        try:
+            if given is not None and not isinstance(given.value, str):
+                raise ValueError("should be a valid string")
+            chosen[field.name] = field.metadata["by_kind"](kind if given is None else given.value)
+        except ValueError as error:
+            assert given is not None
+            raise ConfigError(f"{given.where}: {field.name}.kind = {given.value!r}: {error}") from None
+    fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in chosen.items()]
+    return dataclasses.make_dataclass(schema.__name__, fields, bases=(schema,), frozen=True) if fields else schema
 
 
 def _section(kind: Any) -> type[Any] | None:

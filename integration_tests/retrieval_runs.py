@@ -10,7 +10,8 @@ import torch
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
-from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders import make_encoder
+from fuxi_torchrec.encoders.base import SequenceEncoder
 from integration_tests import runs
 
 ITEMS, PATTERNS = 60, 17
@@ -68,7 +69,7 @@ class Plain:
     """A run without shards."""
 
     config: Config
-    encoder: FuXiLinearEncoder
+    encoder: SequenceEncoder
     table: torch.Tensor
     sides: dict
     known: np.ndarray
@@ -82,7 +83,7 @@ def plain(run_dir, data, step=None):
     config = RunDirectory(run_dir).read_config()
     which = f"step-{step:09d}" if step else (Path(run_dir) / "checkpoints" / "latest").read_text().strip()
     weights = read_plain(Path(run_dir) / "checkpoints" / which)
-    encoder = FuXiLinearEncoder(config.model).eval().requires_grad_(False)
+    encoder = make_encoder(config.model).eval().requires_grad_(False)
     encoder.load_state_dict({k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")})
     known = np.concatenate([[False], pq.read_table(Path(run_dir) / "items.parquet")["known"].to_numpy()])
     rows = pq.read_table(f"{data}/part-00000.parquet").to_pylist()

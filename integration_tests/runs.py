@@ -18,10 +18,7 @@ SMALL = (
     "batch.events=2048",
     "batch.max_length=256",
     "model.dim=32",
-    "model.num_layers=2",
-    "model.num_heads=2",
     "model.max_positions=128",
-    "model.temporal_periods=[3600, 86400, 604800, 31536000]",
     "loss.num_negatives=128",
     "logging.every_steps=1",
     "logging.tensorboard=false",
@@ -29,6 +26,7 @@ SMALL = (
     "checkpoint.every_steps=null",
     "optimizer.lr=3e-3",
 )
+ENCODER = ("model.num_layers=2", "model.num_heads=2")  # of the default kind
 
 
 def small_dataset(path: Path, users: int = 160, seed: int = 3, items: int = 500, groups: int = 10) -> Path:
@@ -58,7 +56,9 @@ def trainer(run_dir: Path, overrides: list[str], fresh: bool = False, init_from:
         shutil.rmtree(run_dir, ignore_errors=True)
     dist.barrier()
     directory = RunDirectory(run_dir)
-    made = Trainer(load_config(None, [*SMALL, *overrides]), directory, world, init_from)
+    own_kind = any(each.startswith("model.kind=") for each in overrides)
+    settings = [*SMALL, *(() if own_kind else ENCODER), *overrides]
+    made = Trainer(load_config(None, settings), directory, world, init_from)
     directory.unlock()  # many runs in one process
     return made, directory
 

@@ -11,7 +11,7 @@ from pipelines.components import free_port
 
 STEPS, EVERY, HOLD = 16, 4, 10
 SETTINGS = [
-    *(s.replace(" ", "") for s in runs.SMALL if not s.startswith(("checkpoint.", "model.dim"))),
+    *(s.replace(" ", "") for s in (*runs.SMALL, *runs.ENCODER) if not s.startswith(("checkpoint.", "model.dim"))),
     *("model.dim=16", "train.epochs=100", f"train.max_steps={STEPS}", f"checkpoint.every_steps={EVERY}"),
     "distributed.timeout_seconds=60",
 ]

@@ -1,17 +1,21 @@
-"""Checks of the encoder's inputs: every message names the argument and the numbers."""
+"""Checks of an encoder's inputs: every message names the argument and the numbers."""
 
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.state import States
+
+if TYPE_CHECKING:
+    from fuxi_torchrec.encoders.base import EncoderConfig, SequenceEncoder
 
 _FAR = 2**62
 
 
 def batch(
-    config: FuXiLinearConfig,
+    config: "EncoderConfig",
     like: Tensor,
     x: Tensor,
     offsets: Tensor,
@@ -45,6 +49,18 @@ def batch(
     if wanted:
         _passing(timestamps, bounds, request_timestamps)
     return bounds
+
+
+def state(encoder: "SequenceEncoder", found: States, rows: Tensor, like: Tensor) -> None:
+    """Check a state, of which some rows are given, against the encoder that is to use it."""
+    if encoder.training and getattr(encoder.config, "dropout", False):
+        raise ValueError("append and query are for evaluation: call encoder.eval() first")
+    if found.fingerprint != encoder.fingerprint:
+        raise ValueError(
+            f"state is of another configuration: fingerprint {found.fingerprint}, the encoder has {encoder.fingerprint}"
+        )
+    if rows.dtype != like.dtype or rows.device != like.device:
+        raise ValueError(f"state is {rows.dtype} on {rows.device}, the encoder {like.dtype} on {like.device}")
 
 
 def precision(device: torch.device) -> None:

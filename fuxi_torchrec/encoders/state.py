@@ -1,12 +1,14 @@
-"""What is kept of users between calls: everything committed, and the last event, which still waits for its successor.
+"""What is kept of users between calls.
 
-An event's output depends on the time of the one after it, and so does what the deeper blocks remember of it. The last
-event is therefore kept as it came and committed only when its successor arrives.
+A constant state has everything committed, and the last event, which still waits for its successor: an event's output
+depends on the time of the one after it, and so does what deeper blocks keep of it. The last event is therefore kept as
+it came and committed only when its successor arrives. A growing state has the events themselves.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,17 +17,60 @@ VERSION = 1
 _HEADER = 4  # of a byte record, int64 each: version, fingerprint, count, pending time
 
 
+class States(Protocol):
+    """States of B users, whatever the encoder keeps of them; never changed in place.
+
+    Attributes:
+        fingerprint: of the configuration they belong to.
+        count: (B,) int64, events seen.
+        last_time: (B,) int64, of the last event; 0 without events.
+        nbytes: held in memory.
+    """
+
+    @property
+    def fingerprint(self) -> int: ...  # noqa: D102
+    @property
+    def count(self) -> Tensor: ...  # noqa: D102
+    @property
+    def last_time(self) -> Tensor: ...  # noqa: D102
+    @property
+    def nbytes(self) -> int: ...  # noqa: D102
+
+    def __len__(self) -> int: ...
+
+    def select(self, users: Tensor | Sequence[int]) -> "States":
+        """The states of some users: indices in the order wanted, or a mask."""
+
+    def to(self, device: torch.device | str) -> "States":
+        """The same on another device."""
+
+    @staticmethod
+    def concatenate(states: Sequence[Any]) -> "States":
+        """Several as one, users in the given order."""
+
+
+def _user_index(users: Tensor | Sequence[int], count: int, device: torch.device) -> Tensor:
+    index = torch.as_tensor(users, device=device)
+    if index.dtype == torch.bool and index.shape == (count,):
+        return torch.nonzero(index).flatten()
+    if index.dim() != 1 or (len(index) and (index.dtype == torch.bool or index.is_floating_point())):
+        raise ValueError(f"users must be indices or a mask of {count} users, not {index.dtype} of {tuple(index.shape)}")
+    if len(index) and not 0 <= int(index.min()) <= int(index.max()) < count:
+        raise ValueError(f"users must be 0 to {count - 1}, not {int(index.min())} to {int(index.max())}")
+    return index.long()
+
+
 @dataclass(frozen=True, eq=False)
 class EncoderState:
-    """The state of B users. Made by ``FuXiLinearEncoder.init_state`` and ``append``; never changed in place.
+    """A state of constant size, of B users. Made by an encoder's ``init_state`` and ``append``.
 
     Attributes:
         fingerprint: of the configuration it belongs to.
         count: (B,) int64, events seen, the pending one included.
         pending_time: (B,) int64, time of the last event.
         pending: (B, D), the last event's row as it enters the first block; zero without events.
-        memory: of each block, by channel, (B, ...): what it remembers of the committed events, decayed to the pending
-            one's time. The temporal part is float64.
+        memory: of each block, by channel, (B, ...): what it keeps of the committed events, decayed to the pending
+            one's time; float64 where a channel needs it.
     """
 
     fingerprint: int
@@ -36,6 +81,16 @@ class EncoderState:
 
     def __len__(self) -> int:
         return len(self.count)
+
+    @property
+    def last_time(self) -> Tensor:
+        """(B,) int64, time of the last event."""
+        return self.pending_time
+
+    @property
+    def nbytes(self) -> int:
+        """Held in memory."""
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "EncoderState":
         """Change every tensor; users are the first dimension of all."""
@@ -49,29 +104,17 @@ class EncoderState:
 
     def select(self, users: Tensor | Sequence[int]) -> "EncoderState":
         """The state of some users: indices in the order wanted, or a mask."""
-        index = self._index(users)
+        index = _user_index(users, len(self), self.count.device)
         return self.map(lambda tensor: tensor.index_select(0, index))
 
     def put(self, users: Tensor | Sequence[int], other: "EncoderState") -> "EncoderState":
         """The same with some users replaced by those of ``other``."""
         _check_same(self, other)
-        index = self._index(users)
+        index = _user_index(users, len(self), self.count.device)
         if len(index) != len(other):
             raise ValueError(f"users names {len(index)} users, other has {len(other)}")
         new = iter(other._tensors())
         return self.map(lambda tensor: tensor.index_copy(0, index, next(new)))
-
-    def _index(self, users: Tensor | Sequence[int]) -> Tensor:
-        index = torch.as_tensor(users, device=self.count.device)
-        if index.dtype == torch.bool and index.shape == self.count.shape:
-            return torch.nonzero(index).flatten()
-        if index.dim() != 1 or (len(index) and (index.dtype == torch.bool or index.is_floating_point())):
-            raise ValueError(
-                f"users must be indices or a mask of {len(self)} users, not {index.dtype} of {tuple(index.shape)}"
-            )
-        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < len(self):
-            raise ValueError(f"users must be 0 to {len(self) - 1}, not {int(index.min())} to {int(index.max())}")
-        return index.long()
 
     @staticmethod
     def concatenate(states: Sequence["EncoderState"]) -> "EncoderState":
@@ -120,6 +163,19 @@ class EncoderState:
         state = cls(like.fingerprint, plain["count"], plain["pending_time"], plain["pending"], tuple(layers))
         return state.to(like.count.device)
 
+    def flat(self) -> tuple[Tensor, ...]:
+        """The tensors of :meth:`to_dict` in its order, as exported programs take a state."""
+        return tuple(self.to_dict().values())[2:]
+
+    def from_flat(self, tensors: Sequence[Tensor]) -> "EncoderState":
+        """Back from :meth:`flat`, unchecked; this is any state of the encoder."""
+        count, pending_time, pending, *channels = tensors
+        memory = tuple(
+            {name: channel[:, n] for name, channel in zip(block, channels, strict=True)}
+            for n, block in enumerate(self.memory)
+        )
+        return EncoderState(self.fingerprint, count, pending_time, pending, memory)
+
     def to_bytes(self) -> Tensor:
         """One record of fixed size per user: (B, record size) uint8, on the host."""
         plain = self.to("cpu").to_dict()
@@ -127,6 +183,12 @@ class EncoderState:
         header[:, 2], header[:, 3] = plain["count"], plain["pending_time"]
         columns = [header, *(plain[name].flatten(1) for name in ("pending", *self.memory[0]))]
         return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
+
+    @staticmethod
+    def peek(record: Tensor) -> tuple[int, int]:
+        """Events and last time of one record of :meth:`to_bytes`."""
+        _, _, count, time = record[: 8 * _HEADER].view(torch.int64).tolist()
+        return count, time
 
     @classmethod
     def from_bytes(cls, records: Tensor, like: "EncoderState") -> "EncoderState":
@@ -154,7 +216,91 @@ class EncoderState:
         return cls.from_dict(plain, like)
 
 
-def _check_same(one: EncoderState, other: EncoderState) -> None:
+@dataclass(frozen=True, eq=False)
+class GrowingState:
+    """The events of B users, for encoders that answer from them.
+
+    Attributes:
+        fingerprint: of the configuration it belongs to.
+        rows: (T, D) of all users' events, one user after another.
+        times: (T,) int64.
+        bounds: (B + 1,) int64 of the users' events.
+    """
+
+    fingerprint: int
+    rows: Tensor
+    times: Tensor
+    bounds: Tensor
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def count(self) -> Tensor:
+        """(B,) int64, events seen."""
+        return self.bounds.diff()
+
+    @property
+    def last_time(self) -> Tensor:
+        """(B,) int64, time of the last event; 0 without events."""
+        padded = torch.cat((self.times.new_zeros(1), self.times))
+        return torch.where(self.count > 0, padded[self.bounds[1:]], 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Held in memory."""
+        return self.rows.nbytes + self.times.nbytes + self.bounds.nbytes
+
+    def select(self, users: Tensor | Sequence[int]) -> "GrowingState":
+        """The state of some users: indices in the order wanted, or a mask."""
+        index = _user_index(users, len(self), self.bounds.device)
+        length_B = self.count[index]
+        bounds = torch.cat((length_B.new_zeros(1), length_B.cumsum(0)))
+        shift_T = torch.repeat_interleave(self.bounds[:-1][index] - bounds[:-1], length_B)
+        event_T = torch.arange(len(shift_T), device=shift_T.device) + shift_T
+        return GrowingState(self.fingerprint, self.rows[event_T], self.times[event_T], bounds)
+
+    def appended(self, rows: Tensor, bounds: Tensor, times: Tensor) -> "GrowingState":
+        """With more events of each user."""
+        new = GrowingState(self.fingerprint, rows.to(self.rows.dtype), times, bounds)
+        users = torch.arange(len(self), device=bounds.device)
+        both = GrowingState.concatenate([self, new]).select(torch.stack((users, users + len(self)), 1).flatten())
+        return replace(both, bounds=both.bounds[::2].contiguous())
+
+    def batches(self, events: int) -> Iterator[tuple[int, int]]:
+        """Users from and to, of about so many events together."""
+        bounds, first = self.bounds.tolist(), 0
+        while first < len(self):
+            end = first + 1
+            while end < len(self) and bounds[end + 1] - bounds[first] <= events:
+                end += 1
+            yield first, end
+            first = end
+
+    @staticmethod
+    def concatenate(states: Sequence["GrowingState"]) -> "GrowingState":
+        """Several states as one, users in the given order."""
+        if not states:
+            raise ValueError("states is empty: nothing to concatenate")
+        for other in states[1:]:
+            _check_same(states[0], other)
+        count_B = torch.cat([state.count for state in states])
+        return GrowingState(
+            states[0].fingerprint,
+            torch.cat([state.rows for state in states]),
+            torch.cat([state.times for state in states]),
+            torch.cat((count_B.new_zeros(1), count_B.cumsum(0))),
+        )
+
+    def to(self, device: torch.device | str) -> "GrowingState":
+        """The same on another device."""
+        return replace(self, rows=self.rows.to(device), times=self.times.to(device), bounds=self.bounds.to(device))
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.rows, self.times, self.bounds]
+
+
+def _check_same(one: EncoderState | GrowingState, other: EncoderState | GrowingState) -> None:
     if one.fingerprint != other.fingerprint:
         raise ValueError(f"states of different configurations: fingerprints {one.fingerprint} and {other.fingerprint}")
     for a, b in zip(one._tensors(), other._tensors(), strict=True):

@@ -17,8 +17,8 @@ from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
-from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
-from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.encoders.base import SequenceEncoder
+from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.evaluation.shares import Shares
 from fuxi_torchrec.evaluation.validation import event_rows
 from fuxi_torchrec.events.errors import DataError
@@ -80,14 +80,9 @@ class Loaded:
         return module
 
     @property
-    def encoder(self) -> FuXiLinearEncoder:
+    def encoder(self) -> SequenceEncoder:
         """Every process has all of it."""
         return self.module.head.encoder
-
-    @property
-    def record_bytes(self) -> int:
-        """Of a user's state."""
-        return int(self.encoder.init_state(1).to_bytes().shape[1])
 
     def shares(self, users: Ints, events: Ints) -> Shares:
         """Users divided among processes and into batches whose events and states are bounded.
@@ -96,9 +91,11 @@ class Loaded:
             users: rows in order.
             events: of each of them that are encoded.
         """
-        return Shares.of(users, events, self.world.size, _EVENTS, max(1, _STATE_BYTES // self.record_bytes))
+        return Shares.of(
+            users, events, self.world.size, _EVENTS, max(1, _STATE_BYTES // max(1, self.encoder.state_bytes))
+        )
 
-    def states(self, batch: EventBatch) -> EncoderState:
+    def states(self, batch: EventBatch) -> States:
         """The users of a batch after their events: a collective."""
         rows, ready = event_rows(self.model, batch, self.tables)
         return self.encoder.append(
@@ -128,7 +125,7 @@ def load(
     path = broadcast_from_rank_0("looking for the checkpoint", lambda: find_checkpoint(directory.checkpoints, which))
     info = checkpoints.read_info(path)
     with raise_on_all_ranks("opening the dataset"):
-        if info.identity.encoder != str(config.model.fingerprint()):
+        if info.identity.encoder != config.model.identity():
             raise CheckpointError(
                 f"{path}: the checkpoint's encoder is not that of {directory.path}/config.yaml, or was made by another "
                 f"version of this software ({info.software})"

@@ -1,15 +1,15 @@
 """An export on disk: what it holds, what it promises, and how it is opened.
 
 manifest.json                written last: a directory without it is not an export
-encoder.safetensors          the encoder's parameters, by their names in FuXiLinearEncoder
+encoder.safetensors          the encoder's parameters, by their names in its class
 tables.safetensors           item_table (items + 1, D), and side_NAME of each side feature: raw rows
 sides/NAME.parquet           value, index: what text values of a side feature stand for; none if they are numbers
 items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
 users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
 histories/part-00000.parquet user_id, item, timestamp, side features: the encoded events, row by row as in users/
-states/part-00000.bin        states of users with long histories; users/ has the row
+states/part-00000.bin        states of users with long histories; users/ has the row. None if states grow
 index.faiss                  FAISS index over items/, ids are dense indices
-programs/query.pt2, append.pt2   torch.export programs
+programs/query.pt2, append.pt2   torch.export programs. None if states grow
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fuxi_torchrec.artifacts import crc32_of, write_atomically
-from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
-from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.encoders.norms import unit_length
+from fuxi_torchrec.encoders.registry import config_from, make_encoder
 from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events.features import SideTable
 
-VERSION = 1
+VERSION = 2
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
 ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
 SIDES = "sides"
@@ -53,7 +53,7 @@ class Manifest:
     """What ``manifest.json`` says.
 
     Attributes:
-        model: the encoder's configuration, as FuXiLinearConfig takes it.
+        model: the encoder's configuration, its ``kind`` first.
         model_id: of these weights; states belong to exactly one.
         similarity, temperature: score = <q, e> / temperature, both of unit length for ``cosine``; embeddings in the
             export are scaled so that their inner product, over the temperature, is the score.
@@ -62,7 +62,7 @@ class Manifest:
         as_of: when the users were asked.
         max_length: events encoded of a user, the latest.
         state_min_events: users with fewer have no state and are encoded again from their history.
-        state_bytes: of a state record, its checksum included.
+        state_bytes: of a state record, its checksum included; 0 where an encoder's states grow: none are stored.
         items, users, states: how many.
         item_id_type, user_id_type: ``int64`` or ``string``.
         sides: side features.
@@ -152,9 +152,12 @@ class Bundle:
             for path in self.parts(folder):
                 check_file(path, self.manifest.files[str(path.relative_to(self.path))], contents=True)
 
-    def encoder(self) -> FuXiLinearEncoder:
+    def encoder(self) -> SequenceEncoder:
         """The encoder, ready to serve."""
-        encoder = FuXiLinearEncoder(FuXiLinearConfig(**self.manifest.model))
+        try:
+            encoder = make_encoder(config_from(self.manifest.model))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ExportError(f"{self.path / MANIFEST}: model is not an encoder's configuration: {error}") from None
         encoder.load_state_dict(load_file(self.path / ENCODER))
         return encoder.eval().requires_grad_(False)
 

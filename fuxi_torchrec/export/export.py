@@ -158,7 +158,7 @@ class _Exporter(ExportJob):
             as_of=self.as_of,
             max_length=config.batch.max_length,
             state_min_events=self.options.state_min_events,
-            state_bytes=self.record_bytes + TRAILER_BYTES,
+            state_bytes=self.record_bytes + TRAILER_BYTES if self.record_bytes else 0,
             items=items,
             users=users,
             states=states,
@@ -224,6 +224,10 @@ class _Exporter(ExportJob):
         return about
 
     def _programs(self) -> None:
+        if self.run.encoder.state_kind != "constant":
+            logger.info("no portable programs: states of a %s encoder grow", self.run.config.model.kind)
+            return
+
         def work() -> None:
             worst = write_programs(detached(self.run.encoder), self.similarity, self.directory / PROGRAMS)
             logger.info("portable programs differ from the encoder by at most %.1e", worst)

@@ -24,7 +24,7 @@ class ExportJob:
     Attributes:
         own_files: what this process wrote, by name.
         read_files: those of them that were read back already.
-        record_bytes: of a user's state.
+        record_bytes: of a user's state; 0 where none are stored.
         sides: side features of events, in the model's order.
     """
 
@@ -33,7 +33,7 @@ class ExportJob:
         self.world, self.similarity = run.world, run.config.loss.similarity
         self.own_files: list[str] = []
         self.read_files: dict[str, FileEntry] = {}
-        self.record_bytes = run.record_bytes
+        self.record_bytes = run.encoder.state_bytes
         pooling = {table.feature: table.pooling for table in run.tables.sides}
         self.sides = tuple(
             SideTable(side.name, side.multiple, pooling[side.name])

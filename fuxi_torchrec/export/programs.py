@@ -1,19 +1,19 @@
 """The encoder as portable programs: a user's vector at a time, and one event more, from plain tensors to plain tensors.
 
-They run wherever ``torch.export.load`` does, without this package. A state is the tensors of
-:meth:`EncoderState.to_dict`, users first: ``count``, ``pending_time``, ``pending``, then one per channel.
+They run wherever ``torch.export.load`` does, without this package. An encoder of constant state has them. A state is
+:meth:`EncoderState.flat`, users first: ``count``, ``pending_time``, ``pending``, then one tensor per channel.
 """
 
 import io
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from fuxi_torchrec.artifacts import sync
-from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders import make_encoder
+from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.export.bundle import ExportError, scaled
 
@@ -22,37 +22,24 @@ TOLERANCE = 1e-6
 _CHECKED = (1, 2, 3, 8)  # users of a batch
 
 
-def state_names(encoder: FuXiLinearEncoder) -> list[str]:
-    """The tensors of a state, in the programs' order."""
-    return ["count", "pending_time", "pending", *encoder.layers[0].channels]
-
-
 class _Program(nn.Module):
-    def __init__(self, encoder: FuXiLinearEncoder) -> None:
+    def __init__(self, encoder: SequenceEncoder) -> None:
         super().__init__()
         self.encoder = encoder
-
-    def _state(self, tensors: Sequence[Tensor]) -> EncoderState:
-        count, pending_time, pending, *channels = tensors
-        names = state_names(self.encoder)[3:]
-        memory = tuple(
-            {name: channel[:, n] for name, channel in zip(names, channels, strict=True)}
-            for n in range(len(self.encoder.blocks))
-        )
-        return EncoderState(self.encoder.fingerprint, count, pending_time, pending, memory)
+        self._like = cast(EncoderState, encoder.init_state(0))
 
 
 class Query(_Program):
     """``(state, request times (B,)) -> (B, D)``: users' vectors as the score uses them."""
 
-    def __init__(self, encoder: FuXiLinearEncoder, similarity: str) -> None:
+    def __init__(self, encoder: SequenceEncoder, similarity: str) -> None:
         super().__init__(encoder)
         self.similarity = similarity
 
     def forward(self, state: tuple[Tensor, ...], request_times: Tensor) -> Tensor:
         """See the class."""
         with torch.no_grad():
-            return scaled(self.encoder._query(self._state(state), request_times), self.similarity)
+            return scaled(self.encoder.query(self._like.from_flat(state), request_times), self.similarity)
 
 
 class Append(_Program):
@@ -60,20 +47,11 @@ class Append(_Program):
 
     def forward(self, state: tuple[Tensor, ...], rows: Tensor, times: Tensor) -> tuple[Tensor, ...]:
         """See the class."""
-        before = self._state(state)
-        position = before.count.clamp(max=self.encoder.config.max_positions - 1)
         with torch.no_grad():
-            after = self.encoder._append_one(before, self.encoder._embed(rows, position), times)
-        return flat(after)
+            return self.encoder.append_one(self._like.from_flat(state), rows, times).flat()
 
 
-def flat(state: EncoderState) -> tuple[Tensor, ...]:
-    """A state as the programs take it."""
-    channels = [torch.stack([block[name] for block in state.memory], dim=1) for name in state.memory[0]]
-    return (state.count, state.pending_time, state.pending, *channels)
-
-
-def example(encoder: FuXiLinearEncoder, users: int, seed: int = 0) -> tuple[EncoderState, Tensor, Tensor]:
+def example(encoder: SequenceEncoder, users: int, seed: int = 0) -> tuple[EncoderState, Tensor, Tensor]:
     """States of users after 0, 1, 2, ... events, and a row and a time of one event more of each."""
     draw = torch.Generator().manual_seed(seed)
     dim, lengths = encoder.config.dim, torch.arange(users) % 5
@@ -81,19 +59,19 @@ def example(encoder: FuXiLinearEncoder, users: int, seed: int = 0) -> tuple[Enco
     total = int(offsets[-1])
     times = 1_700_000_000 + torch.randint(0, 86_400, (total,), generator=draw).sort().values
     rows = torch.randn(total, dim, generator=draw) * dim**-0.5
-    state = encoder.append(encoder.init_state(users), rows, offsets, times)
+    state = cast(EncoderState, encoder.append(encoder.init_state(users), rows, offsets, times))
     later = 1_700_086_400 + torch.randint(0, 86_400, (users,), generator=draw)
     return state, torch.randn(users, dim, generator=draw) * dim**-0.5, later
 
 
-def write_programs(encoder: FuXiLinearEncoder, similarity: str, directory: Path) -> float:
+def write_programs(encoder: SequenceEncoder, similarity: str, directory: Path) -> float:
     """Export both, save them, and compare what was saved with the encoder; the largest difference."""
     state, rows, times = example(encoder, 4)
     batch = torch.export.Dim("batch", min=1)
-    per_user = tuple({0: batch} for _ in flat(state))
+    per_user = tuple({0: batch} for _ in state.flat())
     programs = {
-        QUERY: (Query(encoder, similarity), (flat(state), times), (per_user, {0: batch})),
-        APPEND: (Append(encoder), (flat(state), rows, times), (per_user, {0: batch}, {0: batch})),
+        QUERY: (Query(encoder, similarity), (state.flat(), times), (per_user, {0: batch})),
+        APPEND: (Append(encoder), (state.flat(), rows, times), (per_user, {0: batch}, {0: batch})),
     }
     directory.mkdir(parents=True, exist_ok=True)
     loaded = {}
@@ -105,10 +83,10 @@ def write_programs(encoder: FuXiLinearEncoder, similarity: str, directory: Path)
     worst = 0.0
     for users in _CHECKED:
         state, rows, times = example(encoder, users, seed=users)
-        eager = encoder.append(state, rows, torch.arange(users + 1), times)
+        eager = cast(EncoderState, encoder.append(state, rows, torch.arange(users + 1), times))
         queried = scaled(encoder.query(eager, times + 3600), similarity)
-        pairs = list(zip(flat(eager), loaded[APPEND](flat(state), rows, times), strict=True))
-        pairs.append((queried, loaded[QUERY](flat(eager), times + 3600)))
+        pairs = list(zip(eager.flat(), loaded[APPEND](state.flat(), rows, times), strict=True))
+        pairs.append((queried, loaded[QUERY](eager.flat(), times + 3600)))
         for ours, theirs in pairs:
             worst = max(worst, float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0)
     if not worst <= TOLERANCE:
@@ -116,8 +94,8 @@ def write_programs(encoder: FuXiLinearEncoder, similarity: str, directory: Path)
     return worst
 
 
-def detached(encoder: FuXiLinearEncoder) -> FuXiLinearEncoder:
+def detached(encoder: SequenceEncoder) -> SequenceEncoder:
     """A copy with the same weights, on the host and for evaluation only."""
-    copy = FuXiLinearEncoder(replace(encoder.config))
+    copy = make_encoder(encoder.config)
     copy.load_state_dict({name: value.detach().cpu() for name, value in encoder.state_dict().items()})
     return copy.eval().requires_grad_(False)

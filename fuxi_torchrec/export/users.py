@@ -61,6 +61,11 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
 
 def _show_states(job: ExportJob, encoded: Ints) -> None:
     """Say how large the states will be, and refuse what does not fit."""
+    if not job.record_bytes:
+        logger.info(
+            "no states: those of a %s encoder grow with the history, and are made from it", job.run.config.model.kind
+        )
+        return
     least, size = job.options.state_min_events, job.record_bytes + TRAILER_BYTES
     count = int((encoded >= least).sum())
     logger.info(
@@ -85,7 +90,9 @@ class _Part:
     def __init__(self, job: ExportJob, number: int, model_id: str) -> None:
         self.job, self.number = job, number
         self.states_name = part_name(STATES, number, "bin")
-        self.file = StateFile.create(job.directory / self.states_name, model_id, job.record_bytes)
+        self.file: StateFile | None = None  # where states grow, none are stored
+        if job.record_bytes:
+            self.file = StateFile.create(job.directory / self.states_name, model_id, job.record_bytes)
         self._users: list[Users] = []
         self._histories: list[Histories] = []
 
@@ -106,8 +113,9 @@ class _Part:
         users.as_of[:] = self.job.as_of
         times = batch.timestamps.numpy()
         users.anchor_time, users.last_time = times[offsets[:-1]], times[offsets[1:] - 1]
-        kept = np.flatnonzero(users.events >= self.job.options.state_min_events)
-        users.state_row[kept] = self.file.append(state.select(torch.from_numpy(kept)).to_bytes())
+        if self.file is not None:
+            kept = np.flatnonzero(users.events >= self.job.options.state_min_events)
+            users.state_row[kept] = self.file.append(state.select(torch.from_numpy(kept)).to_bytes())
         self._users.append(users)
         sides = {side.name: _column(batch, side) for side in self.job.sides}
         self._histories.append(Histories(offsets, batch.items.numpy(), times, sides))
@@ -115,14 +123,16 @@ class _Part:
     def finish(self) -> None:
         """Write the files."""
         directory, number = self.job.directory, self.number
-        self.file.close()
-        sync(self.file.path)
+        if self.file is not None:
+            self.file.close()
+            sync(self.file.path)
+            self.job.own_files.append(self.states_name)
         users = self._users[0]
         for more in self._users[1:]:
             users = users.stack(more)
         write_users(directory / part_name(USERS, number), users)
         write_histories(directory / part_name(HISTORIES, number), users.ids, Histories.stack(self._histories))
-        self.job.own_files += [part_name(USERS, number), part_name(HISTORIES, number), self.states_name]
+        self.job.own_files += [part_name(USERS, number), part_name(HISTORIES, number)]
 
 
 def _parts(batches: Sequence[Ints], encoded: Ints, rows: Ints) -> list[int]:

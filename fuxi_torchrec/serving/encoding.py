@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.encoders.state import EncoderState, States
 from fuxi_torchrec.events.features import SideTable
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
@@ -43,7 +43,7 @@ class UserModel:
         return pooled / lengths.clamp(min=1).unsqueeze(1) if side.pooling == "mean" else pooled
 
     @torch.inference_mode()
-    def append(self, state: EncoderState, new: Histories) -> EncoderState:
+    def append(self, state: States, new: Histories) -> States:
         """States after more events."""
         if not len(new.items):
             return state
@@ -51,7 +51,7 @@ class UserModel:
             state, self.rows(new), torch.from_numpy(new.offsets.copy()), torch.from_numpy(new.times.copy())
         )
 
-    def encode(self, histories: Histories) -> EncoderState:
+    def encode(self, histories: Histories) -> States:
         """States of whole histories, in calls of bounded size."""
         if not len(histories):
             return self.like
@@ -60,15 +60,16 @@ class UserModel:
             part = histories.select(np.arange(first, end))
             states.append(self.append(self.encoder.init_state(end - first), part))
             first = end
-        return EncoderState.concatenate(states) if len(states) > 1 else states[0]
+        return self.like.concatenate(states) if len(states) > 1 else states[0]
 
     @torch.inference_mode()
-    def vectors(self, state: EncoderState, times: Ints) -> Tensor:
+    def vectors(self, state: States, times: Ints) -> Tensor:
         """(B, D) of users at a time, as scores use them; zero without events."""
         return scaled(self.encoder.query(state, torch.from_numpy(times)), self.manifest.similarity)
 
-    def read(self, records: Tensor) -> EncoderState:
+    def read(self, records: Tensor) -> States:
         """States of their bytes."""
+        assert isinstance(self.like, EncoderState)  # others are not stored
         return EncoderState.from_bytes(records, self.like)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.events.features import SideTable
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.encoding import UserModel, batches
@@ -37,7 +37,7 @@ class _Recent:
 class _Cached:
     """A user's state after so many of the recent events."""
 
-    state: EncoderState
+    state: States
     applied: int
 
 
@@ -50,7 +50,7 @@ class Snapshot:
     stored: int | None
     recent: _Recent | None
     count: int
-    cached: EncoderState | None
+    cached: States | None
     applied: int
 
 
@@ -64,7 +64,7 @@ class LiveUsers:
         stored: the export's users.
         sides: the side features of an event.
         side_values: index of every text, for side features of text.
-        cache_users: states kept in memory.
+        cache_bytes: of states kept in memory, at least one.
     """
 
     def __init__(
@@ -73,15 +73,16 @@ class LiveUsers:
         stored: StoredUsers,
         sides: Sequence[SideTable],
         side_values: dict[str, dict[str, int]],
-        cache_users: int,
+        cache_bytes: int,
     ) -> None:
         self.lock = threading.Lock()
-        self.stored, self.cache_users = stored, cache_users
+        self.stored, self.cache_bytes = stored, cache_bytes
         self.recent: dict[UserId, _Recent] = {}
         self.recent_events = 0
         self.forgotten: dict[UserId, int] = {}  # user to how often
         self._model, self._sides, self._side_values = model, sides, side_values
         self._cache: OrderedDict[UserId, _Cached] = OrderedDict()
+        self._held = 0  # bytes of the states in it
 
     @property
     def cached(self) -> int:
@@ -129,7 +130,8 @@ class LiveUsers:
         """From now on the user is unknown; needs the lock."""
         self.forgotten[user] = self.forgotten.get(user, 0) + 1
         self.recent_events -= len(self.recent.pop(user, ()))
-        self._cache.pop(user, None)
+        if (cached := self._cache.pop(user, None)) is not None:
+            self._held -= cached.state.nbytes
 
     def stored_ties(self, users_at: Iterable[tuple[UserId, int]]) -> dict[tuple[UserId, int], Counter[int]]:
         """Of users and times: where that is the user's last time in the export, the items it has of that time."""
@@ -167,7 +169,7 @@ class LiveUsers:
                 )
         return snapshots
 
-    def states(self, snapshots: Sequence[Snapshot]) -> EncoderState:
+    def states(self, snapshots: Sequence[Snapshot]) -> States:
         """States with every event of the snapshots, encoded in calls of bounded size.
 
         A state is a function of a user's events alone: whoever computes it may keep it for the others.
@@ -179,11 +181,11 @@ class LiveUsers:
         for end in batches(np.array(waiting, np.int64)):
             parts.append(self._states_of(snapshots[first:end], waiting[first:end]))
             first = end
-        state = EncoderState.concatenate(parts) if len(parts) > 1 else parts[0]
+        state = self._model.like.concatenate(parts) if len(parts) > 1 else parts[0]
         self._keep(snapshots, state, waiting)
         return state
 
-    def _states_of(self, snapshots: Sequence[Snapshot], waiting: Sequence[int]) -> EncoderState:
+    def _states_of(self, snapshots: Sequence[Snapshot], waiting: Sequence[int]) -> States:
         state = self._bases(snapshots)
         if not any(waiting):
             return state
@@ -194,7 +196,7 @@ class LiveUsers:
                 events += snapshot.recent.raw[snapshot.applied : snapshot.count]
         return self._model.append(state, self.history(items, events, waiting))
 
-    def _bases(self, snapshots: Sequence[Snapshot]) -> EncoderState:
+    def _bases(self, snapshots: Sequence[Snapshot]) -> States:
         """From the cache, the export, or nothing."""
         kinds: dict[str, list[int]] = {"cached": [], "stored": [], "new": []}
         for n, snapshot in enumerate(snapshots):
@@ -206,31 +208,38 @@ class LiveUsers:
             parts.append(self.stored.states(np.array(rows, np.int64)))
         if kinds["new"]:
             parts.append(self._model.encoder.init_state(len(kinds["new"])))
-        state = EncoderState.concatenate(parts) if len(parts) > 1 else parts[0]
+        state = self._model.like.concatenate(parts) if len(parts) > 1 else parts[0]
         order = [*kinds["cached"], *kinds["stored"], *kinds["new"]]
         if order == list(range(len(order))):
             return state
         return state.select(np.argsort(order).tolist())
 
-    def _keep(self, snapshots: Sequence[Snapshot], state: EncoderState, waiting: Sequence[int]) -> None:
+    def _keep(self, snapshots: Sequence[Snapshot], state: States, waiting: Sequence[int]) -> None:
         changed = [
             n
             for n, snapshot in enumerate(snapshots)
             if waiting[n] or (snapshot.cached is None and snapshot.stored is not None)
         ]
-        singles = {n: state.select([n]) if len(snapshots) > 1 else state for n in changed[-self.cache_users :]}
+        singles, size = dict[int, States](), 0
+        for n in reversed(changed):  # no more than there is room for
+            if size >= self.cache_bytes:
+                break
+            singles[n] = state.select([n]) if len(snapshots) > 1 else state
+            size += singles[n].nbytes
         with self.lock:
-            for n, single in singles.items():
+            for n, single in reversed(singles.items()):
                 snapshot = snapshots[n]
                 user = snapshot.user_id
                 if self.forgotten.get(user, 0) != snapshot.generation:
                     continue  # forgotten meanwhile
                 cached = self._cache.get(user)
                 if cached is None or cached.applied < snapshot.count:
+                    self._held += single.nbytes - (cached.state.nbytes if cached is not None else 0)
                     self._cache[user] = _Cached(single, snapshot.count)
                     self._cache.move_to_end(user)
-            while len(self._cache) > self.cache_users:
-                self._cache.popitem(last=False)
+            while self._held > self.cache_bytes and len(self._cache) > 1:
+                _, oldest = self._cache.popitem(last=False)
+                self._held -= oldest.state.nbytes
 
     def history(self, items: Sequence[int], events: Sequence[Event], lengths: Sequence[int]) -> Histories:
         """Events, user after user, as the model takes them."""

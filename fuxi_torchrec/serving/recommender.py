@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import get_logger
@@ -57,9 +57,8 @@ class Recommender:
         texts = side_values(bundle)
         self._rows = {name: len(table) for name, table in self._model.sides.items() if name not in texts}
         self._checks = Checks(self.manifest, self._rows)
-        cache_users = max(1, (options.cache_mib << 20) // max(1, self.manifest.state_bytes))
         stored = StoredUsers(bundle, self._model)
-        self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, cache_users)
+        self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, options.cache_mib << 20)
         self.max_recent_events = options.max_recent_events
         self._log = log
         if content is not None:
@@ -212,12 +211,12 @@ class Recommender:
         return dataclasses.replace(answer, user_id=None, unknown_items=indices.count(UNKNOWN))
 
     def _answers(
-        self, requests: Sequence[Request], state: EncoderState, known: Sequence[bool], seen: Sequence[Ints | None]
+        self, requests: Sequence[Request], state: States, known: Sequence[bool], seen: Sequence[Ints | None]
     ) -> list[Answer]:
         times = np.array([request.time for request in requests], np.int64)
         vectors = self._model.vectors(state, times)
         places, scores = self._catalogue.search(vectors, max(request.k for request in requests), seen)
-        counts, last = state.count.tolist(), state.pending_time.tolist()
+        counts, last = state.count.tolist(), state.last_time.tolist()
         answers = []
         for n, request in enumerate(requests):
             if counts[n]:
@@ -326,7 +325,7 @@ class Recommender:
 
     # --- looking -----------------------------------------------------------------------------------------------------
 
-    def states(self, user_ids: Sequence[UserId]) -> EncoderState:
+    def states(self, user_ids: Sequence[UserId]) -> States:
         """States of users, every event so far included."""
         return self.users.states(self.users.snapshots(list(user_ids)))
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.encoders.state import EncoderState, States
 from fuxi_torchrec.events.histories import Histories, Ints, bounds_of
 from fuxi_torchrec.export.bundle import HISTORIES, STATES, USERS, Bundle, ExportError
 from fuxi_torchrec.export.parts import NO_STATE, USER, histories_of, part_name, part_number, read_users
@@ -66,7 +66,7 @@ class StoredUsers:
     def __len__(self) -> int:
         return len(self.events)
 
-    def states(self, rows: Ints) -> EncoderState:
+    def states(self, rows: Ints) -> States:
         """States of users: as stored, or encoded from the history where there is none or it is damaged."""
         stored = [self._stored_state(int(row)) for row in rows]
         missing = [n for n, record in enumerate(stored) if record is None]
@@ -76,7 +76,7 @@ class StoredUsers:
         order = np.empty(len(rows), np.int64)
         order[[n for n, record in enumerate(stored) if record is not None]] = np.arange(len(found))
         order[missing] = len(found) + np.arange(len(missing))
-        return EncoderState.concatenate([read, encoded]).select(torch.from_numpy(order))
+        return self._model.like.concatenate([read, encoded]).select(torch.from_numpy(order))
 
     def _stored_state(self, row: int) -> Tensor | None:
         state_row = int(self._state_row[row])
@@ -86,8 +86,7 @@ class StoredUsers:
         file = self._states[part]
         assert file is not None
         records, valid = file.get([state_row])
-        header = records[0, :32].view(torch.int64)
-        if bool(valid[0]) and int(header[2]) == self.events[row] and int(header[3]) == self.last_time[row]:
+        if bool(valid[0]) and EncoderState.peek(records[0]) == (self.events[row], self.last_time[row]):
             return records[0]
         with self._lock:
             self.damaged += 1

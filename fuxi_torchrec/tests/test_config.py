@@ -1,6 +1,7 @@
 import pytest
 
-from fuxi_torchrec import config, strict_yaml
+from fuxi_torchrec import FuXiLinearConfig, config, strict_yaml
+from fuxi_torchrec.encoders.tests import causal_mean
 
 
 def all_keys(node, prefix=""):
@@ -15,7 +16,7 @@ def test_the_keys_are_frozen():
         "data": "path time_unit split fit_on_valid valid_from test_from min_item_events oov_rate on_bad_rows "
         "num_workers cache_mib",
         "batch": "events users max_length truncation streams shuffle_blocks max_events_per_rank",
-        "model": "dim num_layers num_heads max_positions temporal_periods kernel_dim ffn_dim dropout preset "
+        "model": "kind dim num_layers num_heads max_positions temporal_periods kernel_dim ffn_dim dropout preset "
         "use_retention use_positional use_temporal temporal_phases temporal_mix temporal_half_life "
         "learn_temporal_decay activation_checkpointing retention_chunk positional_chunk temporal_chunk",
         "tables": "init_std sharding sides",
@@ -60,3 +61,38 @@ FLOATS = "optimizer.lr optimizer.weight_decay loss.temperature validation.every_
 def test_numbers_that_are_none_are_refused(key, value):
     with pytest.raises(strict_yaml.ConfigError, match=key.partition(".")[2]):
         config.load_config(None, [f"{key}={value}"])
+
+
+def test_a_model_has_the_keys_of_its_kind(tmp_path):
+    own = f"model.kind={causal_mean.KIND}"
+    loaded = config.load_config(None, [own, "model.per_day=0.25"])
+    assert loaded.model == causal_mean.CausalMeanConfig(per_day=0.25)
+    (tmp_path / "own.yaml").write_text(strict_yaml.dump(loaded))
+    assert "\nmodel:\n  kind: " in strict_yaml.dump(loaded)
+    assert config.load_config(tmp_path / "own.yaml") == loaded
+    assert config.load_config(overrides=["model={dim: 32}"]).model == FuXiLinearConfig(dim=32)
+    (difference, *_) = [d for d in config.differences(config.Config(), loaded) if d.key == "model.kind"]
+    assert (difference.old, difference.operational) == ("fuxi_linear", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model:\n  kind: hstuu\n", "x.yaml:2: model.kind = 'hstuu': unknown encoder 'hstuu': known are fuxi_linear"),
+        ("model:\n  kind: 7\n", "x.yaml:2: model.kind = 7: should be a valid string"),
+        ("model:\n  kind: os:system\n", "x.yaml:2: model.kind = 'os:system': 'os:system' is no SequenceEncoder"),
+        ("model:\n  kind: no.module:X\n", "x.yaml:2: model.kind = 'no.module:X': the encoder 'no.module:X' cannot be"),
+        ("model:\n  dimm: 8\n", "x.yaml:2: unknown key model.dimm; did you mean model.dim?"),
+        (
+            f"model:\n  kind: {causal_mean.KIND}\n  pr_day: 1\n",
+            "x.yaml:3: unknown key model.pr_day; did you mean model.per_day",
+        ),
+        (f"model:\n  kind: {causal_mean.KIND}\n  num_heads: 4\n", "x.yaml:3: unknown key model.num_heads; "),
+        ("model:\n  temporal_periods: []\n", "temporal_periods is empty"),
+    ],
+)
+def test_what_is_no_setting_of_the_kind_is_refused_with_its_line(tmp_path, text, message):
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(strict_yaml.ConfigError) as caught:
+        config.load_config(tmp_path / "x.yaml")
+    assert message in str(caught.value)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from fuxi_torchrec.config import Config, LossConfig
 from fuxi_torchrec.embeddings.inputs import ModelInput
 from fuxi_torchrec.embeddings.tables import Table, Tables, collection
-from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders import make_encoder
 from fuxi_torchrec.tasks.softmax import candidate_softmax, position_softmax, scaled_items, scaled_queries
 
 # rows by side feature: divided tables come in an order of their own
@@ -35,7 +35,7 @@ class Head(nn.Module):
 
     def __init__(self, config: Config, sides: tuple[Table, ...]) -> None:
         super().__init__()
-        self.encoder = FuXiLinearEncoder(config.model)
+        self.encoder = make_encoder(config.model)
         self.loss: LossConfig = config.loss
         self.pooling = {table.feature: table.pooling for table in sides}
         self.autocast = config.train.precision == "bfloat16"

@@ -16,10 +16,8 @@ from fuxi_torchrec.config import OptimizerConfig
 from fuxi_torchrec.embeddings.pipeline import RowWiseAdagrad, ShardedModel
 from fuxi_torchrec.embeddings.sharding import is_sharded, like_weight, table_states
 from fuxi_torchrec.embeddings.tables import table_of
+from fuxi_torchrec.encoders.base import ParameterGroups, SequenceEncoder
 from fuxi_torchrec.training.feed import MicroBatch
-
-# learned tables of positions: like embeddings, they are not decayed
-_NOT_DECAYED = ("positions", "kernel")
 
 
 def learning_rate_share(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -58,13 +56,11 @@ class StepOptimizer(torch.optim.Optimizer):
         self._sharded = [p for n, p in tables.items() if n not in replicated]
         self._everywhere = [*(p for n, p in tables.items() if n in replicated), *dense.values()]
         scalar_lr = config.lr if config.scalar_lr is None else config.scalar_lr
-        scalars = [p for p in dense.values() if p.ndim < 2]
-        positions = [p for n, p in dense.items() if n.endswith(_NOT_DECAYED)]
-        matrices = [p for n, p in dense.items() if p.ndim > 1 and not n.endswith(_NOT_DECAYED)]
+        split = _dense_groups(model, list(dense.values()))
         groups = [
-            {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay},
-            {"params": positions, "lr": config.lr, "weight_decay": 0.0},
-            {"params": scalars, "lr": scalar_lr, "weight_decay": 0.0},
+            {"params": split.matrices, "lr": config.lr, "weight_decay": config.weight_decay},
+            {"params": split.tables, "lr": config.lr, "weight_decay": 0.0},
+            {"params": split.scalars, "lr": scalar_lr, "weight_decay": 0.0},
         ]
         self.names = {id(p): n for n, p in {**tables, **dense}.items()}
         self._adagrad: RowWiseAdagrad | None = None
@@ -162,6 +158,14 @@ class StepOptimizer(torch.optim.Optimizer):
     def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
         for group in optimizer.param_groups:
             yield from group["params"]
+
+
+def _dense_groups(model: nn.Module, dense: list[nn.Parameter]) -> ParameterGroups:
+    """As the encoder says of its own parameters, and by their shapes of all others."""
+    own = [module.optimizer_groups() for module in model.modules() if isinstance(module, SequenceEncoder)]
+    said = {id(parameter) for groups in own for group in groups for parameter in group}
+    rest = ParameterGroups.by_shape([parameter for parameter in dense if id(parameter) not in said])
+    return ParameterGroups(*([p for groups in (*own, rest) for p in groups[n]] for n in range(3)))
 
 
 def _adam_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

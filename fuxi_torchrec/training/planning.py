@@ -14,7 +14,6 @@ from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.rows import rows_at_once
 from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, ITEM_TABLE, Table, Tables
-from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.tasks.softmax import LOGITS
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.run_data import DEFAULT_EVENTS
@@ -23,7 +22,6 @@ GB = 10**9
 FLOAT, INT = 4, 8
 USABLE = 0.9  # of the memory: allocators and communication need the rest
 _PROCESS = {"cpu": 0.55 * GB, "cuda": 1.0 * GB}  # libraries; a CUDA context and NCCL by their usual size
-_BACKWARD = 16  # widths an event, in flight in a block's backward pass
 
 
 @dataclass(frozen=True)
@@ -92,27 +90,6 @@ def described_tables(config: Config, items: int, sides: dict[str, int]) -> Table
     return Tables(Table(ITEM_TABLE, ITEM_FEATURE, items + 1, dim, config.tables.sharding), found)
 
 
-def activation_widths(model: FuXiLinearConfig) -> float:
-    """Numbers that one block keeps of an event for the backward pass, in units of ``dim``.
-
-    Example:
-        >>> activation_widths(FuXiLinearConfig(dim=128, temporal_periods=(3600, 86400)))
-        30.1
-    """
-    channels = {11.5: model.use_retention, 5.5: model.use_positional, 5.1: model.use_temporal}
-    kept = 4.0 + 4.0 * model.hidden_dim / model.dim + sum(width for width, used in channels.items() if used)
-    if model.dropout:
-        kept += sum(channels.values()) + 1
-    return kept + (2.0 if model.preset == "official" else 0.0)
-
-
-def activation_bytes(model: FuXiLinearConfig, events: int) -> int:
-    """Of a forward and backward pass through the encoder, at its peak."""
-    kept = activation_widths(model)
-    widths = model.num_layers * kept if not model.activation_checkpointing else model.num_layers + kept
-    return int(FLOAT * model.dim * events * (widths + _BACKWARD))
-
-
 def events_of_a_rank(config: Config, ranks: int) -> int:
     """Events that a process trains at once: a sequence is never divided."""
     batch = config.batch
@@ -162,7 +139,7 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
     exchanged = sum(ranks * bags[t.name] * t.dim for t in tables.all if t.sharding == "row_wise")
     candidates = lookups - events if config.loss.negatives != "uniform" else config.loss.num_negatives
     step = {
-        "activations": activation_bytes(config.model, events),
+        "activations": model.head.encoder.activation_bytes(events),
         "looked-up rows, targets, their gradients": FLOAT * dim * (4 * lookups + 8 * events),
         "partial sums of row-wise lookups": FLOAT * exchanged,
         "loss": FLOAT * max(LOGITS, dim * candidates),
@@ -303,7 +280,7 @@ def _options(config: Config, cluster: Cluster) -> dict[str, _Step]:
         found["loss.negatives=shared"] = section("loss", negatives="shared", num_negatives=1024)
     if config.validation.every_epochs is not None:
         found["validation.every_epochs=null"] = section("validation", every_epochs=None)
-    if not model.activation_checkpointing:
+    if getattr(model, "activation_checkpointing", True) is False:  # an encoder that can, and does not
         found["model.activation_checkpointing=true"] = section("model", activation_checkpointing=True)
     if config.optimizer.kind == "adamw" and batch.max_events_per_rank is None:
         found[f"batch.max_events_per_rank={batch.max_length}"] = section("batch", max_events_per_rank=batch.max_length)

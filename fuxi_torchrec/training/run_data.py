@@ -109,5 +109,5 @@ class RunData:
             self.items.fingerprint,
             self.dataset.info.time_unit,
             self.dataset.info.items,
-            str(config.model.fingerprint()),
+            config.model.identity(),
         )

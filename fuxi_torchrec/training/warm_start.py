@@ -9,7 +9,7 @@ from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.tables import ITEM_TABLE, table_of
-from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.encoders.base import EncoderConfig
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
@@ -68,7 +68,7 @@ def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:
     return found
 
 
-def _check(other: Path, found: Identity, own: Identity, dataset: Dataset, model: FuXiLinearConfig) -> None:
+def _check(other: Path, found: Identity, own: Identity, dataset: Dataset, model: EncoderConfig) -> None:
     if found.time_unit != own.time_unit:
         raise TrainingError(
             f"--init-from {other}: its times are in {found.time_unit}, this run's in {own.time_unit}: prepare the "
@@ -79,7 +79,7 @@ def _check(other: Path, found: Identity, own: Identity, dataset: Dataset, model:
         differ = [
             f"model.{key.name} is {getattr(theirs, key.name)} there and {getattr(model, key.name)} here"
             for key in dataclasses.fields(model)
-            if getattr(theirs, key.name) != getattr(model, key.name)
+            if hasattr(theirs, key.name) and getattr(theirs, key.name) != getattr(model, key.name)
         ]
         raise TrainingError(
             f"--init-from {other}: its encoder has another configuration: {'; '.join(differ) or 'of another version'}. "

@@ -19,7 +19,7 @@ from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
 from fuxi_torchrec.encoders.norms import layer_norm, rms_norm
 
-# What a block remembers of B users: a tensor per channel, by the channel's name.
+# What a block keeps of B users: a tensor per channel, by the channel's name.
 BlockState = dict[str, Tensor]
 
 
@@ -91,13 +91,13 @@ class Block(nn.Module):
         state: BlockState | None = None,
         with_state: bool = False,
     ) -> tuple[Tensor, BlockState]:
-        """All events of all users, and what is remembered after each user's last.
+        """All events of all users, and what is kept after each user's last.
 
         Args:
             x_TD: the block's input rows.
             sequences: what the batch decides.
             form: how to compute.
-            state: what is remembered from before each user's first row; nothing if None.
+            state: what is kept from before each user's first row; nothing if None.
             with_state: whether the state after the last row is wanted; else it is empty.
         """
         u, columns = self.project(x_TD)
@@ -109,20 +109,20 @@ class Block(nn.Module):
                 after[name] = cast(Tensor, final)
         return self.merge(x_TD, u, ys), after
 
-    def remember(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
+    def final_state(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
         """The state after each user's last row, where nobody asks for the block's output; without gradients."""
         columns = self.project_columns(x_TD)
-        return {name: channel.remember(rows, sequences, state[name]) for name, channel, rows in self._with(columns)}
+        return {name: channel.final_state(rows, sequences, state[name]) for name, channel, rows in self._with(columns)}
 
-    def read(self, x_BD: Tensor, step: Step, state: BlockState) -> tuple[Tensor, Sequence[Tensor]]:
-        """One event of each user, from a state that is not changed; and the columns that :meth:`write` takes."""
+    def step_output(self, x_BD: Tensor, step: Step, state: BlockState) -> tuple[Tensor, Sequence[Tensor]]:
+        """One event of each user, from a state that is not changed; and the columns that :meth:`step_state` takes."""
         u, columns = self.project(x_BD)
-        ys = [channel.read(rows, step, state[name]) for name, channel, rows in self._with(columns)]
+        ys = [channel.step_output(rows, step, state[name]) for name, channel, rows in self._with(columns)]
         return self.merge(x_BD, u, ys), columns
 
-    def write(self, columns: Sequence[Tensor], step: Step, state: BlockState) -> BlockState:
+    def step_state(self, columns: Sequence[Tensor], step: Step, state: BlockState) -> BlockState:
         """The state after one event of each user."""
-        return {name: channel.write(rows, step, state[name]) for name, channel, rows in self._with(columns)}
+        return {name: channel.step_state(rows, step, state[name]) for name, channel, rows in self._with(columns)}
 
     def _with(self, columns: Sequence[Tensor]) -> Iterator[tuple[str, Channel, Tensor]]:
         for (name, channel), rows in zip(self.channels.items(), columns, strict=True):

@@ -69,15 +69,15 @@ class Channel(nn.Module, ABC):
         """All events of all users, and the state after each user's last if wanted."""
 
     @abstractmethod
-    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+    def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
         """The state after each user's last event, where nobody asks for outputs; chunkwise, without gradients."""
 
     @abstractmethod
-    def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
+    def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """One event of each user, from a state that is not changed."""
 
     @abstractmethod
-    def write(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
+    def step_state(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """The state after one event of each user."""
 
 
@@ -130,17 +130,17 @@ class RetentionChannel(Channel):
         clock = torch.arange(len(q), device=q.device)
         return _GENERAL[form](q, k, v, log_decay, clock, clock + self.lag, clock + 1, sequences.offsets, state)
 
-    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+    def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         _, k, v = self._heads(rows)
         return retention_state(k, v, self.log_decay(), sequences.retention_chunks, state)
 
-    def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
+    def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         y = recurrent.read(*self._heads(rows), self.log_decay(), torch.full_like(step.ticks_B, self.lag), state)
         return self._normed(y.flatten(-2))
 
-    def write(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
+    def step_state(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         _, k, v = self._heads(rows)
         return recurrent.write(k, v, self.log_decay(), torch.ones_like(step.ticks_B), state)
@@ -231,18 +231,18 @@ class TemporalChannel(Channel):
         y, final = _GENERAL[form](*heads, clock, next_clock, next_clock, sequences.offsets, state)
         return _mix(y, v, gain[:, None], skip[:, None]).flatten(-2), final
 
-    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+    def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         return temporal_state(self._heads(rows), self.log_decay(), sequences.temporal_chunks, state)
 
-    def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
+    def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         v, log_decay = at_least_float32(self._heads(rows)), self.log_decay()
         gain, skip = self.gain_and_skip(log_decay)
         y = recurrent.read(step.query_BGK, step.key_BHK.repeat(1, 2, 1), v, log_decay.repeat(2), step.ticks_B, state)
         return _mix(y, v, gain[:, None], skip[:, None]).flatten(-2)
 
-    def write(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
+    def step_state(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         key_BGK = step.key_BHK.repeat(1, 2, 1)
         return recurrent.write(key_BGK, self._heads(rows), self.log_decay().repeat(2), step.ticks_B, state)
@@ -291,18 +291,18 @@ class PositionalChannel(Channel):
         y, final = _GENERAL[form](*heads, still, still, still, sequences.offsets, before)
         return _mix(y.squeeze(1), v, gain, skip), final.squeeze(1)
 
-    def remember(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
+    def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         return positional_state(rows, at_least_float32(self.kernel), *sequences.positional_chunks, state)
 
-    def read(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
+    def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         kernel, v = at_least_float32(self.kernel)[step.position_B].unsqueeze(1), at_least_float32(rows)
         heads = (kernel, kernel, v.unsqueeze(1), v.new_zeros(1))
         y = recurrent.read(*heads, torch.zeros_like(step.ticks_B), state.unsqueeze(1)).squeeze(1)
         return _mix(y, v, *self.gain_and_skip())
 
-    def write(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
+    def step_state(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
         """See :class:`Channel`."""
         kernel = at_least_float32(self.kernel)[step.position_B]
         return torch.addcmul(state, kernel.unsqueeze(2).to(state.dtype), rows.unsqueeze(1).to(state.dtype))

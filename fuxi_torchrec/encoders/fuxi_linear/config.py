@@ -1,18 +1,10 @@
 """The encoder's configuration."""
 
-import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
-_FORMAT = 1  # of the numbers a config stands for; part of the fingerprint
-
-
-def _key(default: Any, help: str, operational: bool = False) -> Any:
-    """A setting; an operational one changes cost and not results."""
-    return field(default=default, metadata={"help": help, "operational": operational})
+from fuxi_torchrec.encoders.base import EncoderConfig, check_positive, setting
 
 
 def geometric_periods(first: int, ratio: int, count: int) -> tuple[int, ...]:
@@ -26,49 +18,58 @@ def geometric_periods(first: int, ratio: int, count: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class FuXiLinearConfig:
+class FuXiLinearConfig(EncoderConfig):
     """Shape and switches of a FuXi-Linear encoder; checked when made.
+
+    Every setting has a default, the same here and in a YAML file. That of ``temporal_periods`` is an hour, a day, a
+    week and a year in seconds: name them if the data's times are in another unit.
 
     Example:
         >>> FuXiLinearConfig(dim=64, num_layers=2, num_heads=2, temporal_periods=(3600, 86400)).num_scales
         2
     """
 
-    dim: int = _key(128, "width d of rows and outputs")
-    num_layers: int = _key(4, "number of blocks")
-    num_heads: int = _key(4, "retention heads")
-    max_positions: int = _key(16384, "rows of the position tables; later events use the last row")
-    temporal_periods: tuple[int, ...] = _key((), "periods of the temporal scales, in the data's time unit")
-    kernel_dim: int = _key(32, "width of the positional kernel")
-    ffn_dim: int | None = _key(None, "width of the feed-forward network; dim if null")
-    dropout: float = _key(0.0, "on inputs, merged channels and the feed-forward network's input")
-    preset: Literal["paper", "official"] = _key("paper", "where text and released code differ: which one to follow")
-    use_retention: bool = _key(True, "ablation: the retention channel")
-    use_positional: bool = _key(True, "ablation: the positional channel")
-    use_temporal: bool = _key(True, "ablation: the temporal channel")
-    temporal_phases: bool = _key(True, "ablation: cos and sin of the times; false puts 1/sqrt(2) in their place")
-    temporal_mix: bool = _key(True, "scale the temporal output and add its input, both learned")
-    temporal_half_life: float = _key(
-        1.0, "half-life of the temporal scales at the start, in their periods; paper: 1; habits need longer memory"
+    kind: Literal["fuxi_linear"] = setting("fuxi_linear", "which encoder: a known name, or package.module:Class")
+    dim: int = setting(128, "width d of rows and outputs")
+    num_layers: int = setting(4, "number of blocks")
+    num_heads: int = setting(4, "retention heads")
+    max_positions: int = setting(16384, "rows of the position tables; later events use the last row")
+    temporal_periods: tuple[int, ...] = setting(
+        (3600, 86400, 604800, 31536000), "periods of the temporal scales, in the data's time unit"
     )
-    learn_temporal_decay: bool = _key(True, "false fixes the temporal decays at their start")
-    activation_checkpointing: bool = _key(
+    kernel_dim: int = setting(32, "width of the positional kernel")
+    ffn_dim: int | None = setting(None, "width of the feed-forward network; dim if null")
+    dropout: float = setting(0.0, "on inputs, merged channels and the feed-forward network's input", training=True)
+    preset: Literal["paper", "official"] = setting("paper", "where text and released code differ: which one to follow")
+    use_retention: bool = setting(True, "ablation: the retention channel")
+    use_positional: bool = setting(True, "ablation: the positional channel")
+    use_temporal: bool = setting(True, "ablation: the temporal channel")
+    temporal_phases: bool = setting(True, "ablation: cos and sin of the times; false puts 1/sqrt(2) in their place")
+    temporal_mix: bool = setting(True, "scale the temporal output and add its input, both learned")
+    temporal_half_life: float = setting(
+        1.0,
+        "half-life of the temporal scales at the start, in their periods; paper: 1; habits need longer memory",
+        training=True,
+    )
+    learn_temporal_decay: bool = setting(True, "false fixes the temporal decays at their start", training=True)
+    activation_checkpointing: bool = setting(
         False, "compute each block again in the backward pass: less memory, more time", operational=True
     )
-    retention_chunk: int = _key(64, "events a chunk; changes speed, not results", operational=True)
-    positional_chunk: int = _key(64, "events a chunk; changes speed, not results", operational=True)
-    temporal_chunk: int = _key(16, "events a chunk; changes speed, not results", operational=True)
+    retention_chunk: int = setting(64, "events a chunk; changes speed, not results", operational=True)
+    positional_chunk: int = setting(64, "events a chunk; changes speed, not results", operational=True)
+    temporal_chunk: int = setting(16, "events a chunk; changes speed, not results", operational=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.temporal_periods, Sequence):
             raise ValueError(f"temporal_periods must be a sequence of integers, not {self.temporal_periods!r}")
         object.__setattr__(self, "temporal_periods", tuple(self.temporal_periods))
-        for name in ("dim", "num_layers", "num_heads", "max_positions", "kernel_dim"):
-            _check_positive(name, getattr(self, name))
+        super().__post_init__()
+        for name in ("num_layers", "num_heads", "kernel_dim"):
+            check_positive(name, getattr(self, name))
         for name in ("retention_chunk", "positional_chunk", "temporal_chunk"):
-            _check_positive(name, getattr(self, name))
+            check_positive(name, getattr(self, name))
         if self.ffn_dim is not None:
-            _check_positive("ffn_dim", self.ffn_dim)
+            check_positive("ffn_dim", self.ffn_dim)
         if self.preset not in ("paper", "official"):
             raise ValueError(f"preset must be 'paper' or 'official', not {self.preset!r}")
         if not isinstance(self.dropout, int | float) or not 0.0 <= self.dropout < 1.0:
@@ -112,16 +113,19 @@ class FuXiLinearConfig:
         """Width of the feed-forward network."""
         return self.dim if self.ffn_dim is None else self.ffn_dim
 
-    def fingerprint(self) -> int:
-        """63 bits over everything that decides what a state means; speed and training switches left out."""
-        skipped = {"dropout", "activation_checkpointing", "learn_temporal_decay", "temporal_half_life"}
-        skipped |= {"retention_chunk", "positional_chunk", "temporal_chunk"}
-        plain = {k: v for k, v in dataclasses.asdict(self).items() if k not in skipped}
-        plain["ffn_dim"] = self.hidden_dim
-        digest = hashlib.sha256(json.dumps([_FORMAT, plain], sort_keys=True).encode()).digest()
-        return int.from_bytes(digest[:8], "big") >> 1
+    def decisive(self) -> dict[str, Any]:
+        """See :class:`EncoderConfig`; the feed-forward network's width is what it comes to."""
+        return {**super().decisive(), "ffn_dim": self.hidden_dim}
 
+    def activation_widths(self) -> float:
+        """Numbers that one block keeps of an event for the backward pass, in units of ``dim``.
 
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        Example:
+            >>> FuXiLinearConfig(dim=128, temporal_periods=(3600, 86400)).activation_widths()
+            30.1
+        """
+        channels = {11.5: self.use_retention, 5.5: self.use_positional, 5.1: self.use_temporal}
+        kept = 4.0 + 4.0 * self.hidden_dim / self.dim + sum(width for width, used in channels.items() if used)
+        if self.dropout:
+            kept += sum(channels.values()) + 1
+        return kept + (2.0 if self.preset == "official" else 0.0)

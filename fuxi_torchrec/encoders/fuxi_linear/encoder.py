@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fuxi_torchrec.encoders import checks
+from fuxi_torchrec.encoders.base import Explanation, ParameterGroups, SequenceEncoder
 from fuxi_torchrec.encoders.fuxi_linear import official
 from fuxi_torchrec.encoders.fuxi_linear.block import Block, BlockState
 from fuxi_torchrec.encoders.fuxi_linear.channels import Channel, Form, Step
@@ -23,9 +24,10 @@ from fuxi_torchrec.encoders.state import EncoderState
 # and are used again; larger ones would be fetched from the system, page by page, every time.
 TILE_NUMBERS = {"cpu": 2**19}
 TILE_NUMBERS_ELSEWHERE = 2**23
+_BACKWARD = 16  # widths an event, in flight in a block's backward pass
 
 
-class FuXiLinearEncoder(nn.Module):
+class FuXiLinearEncoder(SequenceEncoder):
     """Rows and times of events in, one vector per event or per user out, in time linear in the number of events.
 
     Args:
@@ -47,10 +49,12 @@ class FuXiLinearEncoder(nn.Module):
         True
     """
 
+    config_class = FuXiLinearConfig
+    state_kind = "constant"
+    config: FuXiLinearConfig
+
     def __init__(self, config: FuXiLinearConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.fingerprint = config.fingerprint()
+        super().__init__(config)
         self.positions = nn.Parameter(torch.empty(config.max_positions, config.dim))
         self.blocks = nn.ModuleList([Block(config)])
         # official: one set of temporal decays, in block 0, for all blocks
@@ -71,7 +75,7 @@ class FuXiLinearEncoder(nn.Module):
             block.reset_parameters()
 
     @classmethod
-    def from_official(
+    def from_official(  # type: ignore[override]
         cls, params: Mapping[str, Tensor], temporal_periods: tuple[int, ...], dropout: float = 0.0
     ) -> "FuXiLinearEncoder":
         """An encoder with weights trained with the released code; ``official.py`` beside this lists its names."""
@@ -144,7 +148,7 @@ class FuXiLinearEncoder(nn.Module):
             timestamps: (T,) int64.
             validate: check values too; by default on the CPU only.
         """
-        self._check_serving(state)
+        checks.state(self, state, state.pending, self.positions)
         bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate)
         if len(bounds) - 1 != len(state):
             raise ValueError(f"offsets describes {len(bounds) - 1} users, the state has {len(state)}")
@@ -169,27 +173,41 @@ class FuXiLinearEncoder(nn.Module):
             request_timestamps: (B,) int64.
             validate: check values too; by default on the CPU only.
         """
-        self._check_serving(state)
+        checks.state(self, state, state.pending, self.positions)
         checks.requests(request_timestamps, len(state), self.positions.device, validate)
         return self._query(state, request_timestamps)
+
+    def append_one(self, state: EncoderState, rows: Tensor, times: Tensor) -> EncoderState:
+        """See :class:`SequenceEncoder`."""
+        position = state.count.clamp(max=self.config.max_positions - 1)
+        return self._append_one(state, self._embed(rows, position), times)
+
+    # --- training and looking ----------------------------------------------------------------------------------------
+
+    def optimizer_groups(self) -> ParameterGroups:
+        """The tables of positions and the positional kernels are tables; decays, α and β are scalars."""
+        tables = [self.positions, *(block.positional.kernel for block in self.layers if block.positional is not None)]
+        apart = {id(parameter) for parameter in tables}
+        matrices, _, scalars = ParameterGroups.by_shape([p for p in self.parameters() if id(p) not in apart])
+        return ParameterGroups(matrices, tables, scalars)
+
+    def activation_bytes(self, events: int) -> int:
+        """See :class:`SequenceEncoder`; of checkpointed blocks only the inputs are kept."""
+        kept, layers = self.config.activation_widths(), self.config.num_layers
+        widths = layers * kept if not self.config.activation_checkpointing else layers + kept
+        return int(4 * self.config.dim * events * (widths + _BACKWARD))
+
+    def explain(self, per_second: int) -> Explanation:
+        """Temporal scales, decays and the positional kernel of each block."""
+        from fuxi_torchrec.encoders.fuxi_linear.explain import Learned, learned
+
+        return Learned(learned(self), per_second)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _embed(self, x: Tensor, position: Tensor) -> Tensor:
         """``x_i = Dropout(sqrt(d) e_i + P[i−1])``."""
         return self.dropout(torch.add(self.positions[position], x, alpha=math.sqrt(self.config.dim)))
-
-    def _check_serving(self, state: EncoderState) -> None:
-        if self.training and self.config.dropout:
-            raise ValueError("append and query are for evaluation: call encoder.eval() first")
-        if state.fingerprint != self.fingerprint:
-            found, own = state.fingerprint, self.fingerprint
-            raise ValueError(f"state is of another configuration: fingerprint {found}, the encoder has {own}")
-        if state.pending.dtype != self.positions.dtype or state.pending.device != self.positions.device:
-            raise ValueError(
-                f"state is {state.pending.dtype} on {state.pending.device}, "
-                f"the encoder {self.positions.dtype} on {self.positions.device}"
-            )
 
     def _step(self, state: EncoderState, next_time_B: Tensor) -> Step:
         """The pending events, followed by something at ``next_time_B``."""
@@ -203,7 +221,7 @@ class FuXiLinearEncoder(nn.Module):
         """The last block's output of the pending events, asked at a time."""
         step, rows = self._step(state, time_B), state.pending
         for block, memory in zip(self.layers, state.memory, strict=True):
-            rows, _ = block.read(rows, step, memory)
+            rows, _ = block.step_output(rows, step, memory)
         return rows * (state.count > 0).unsqueeze(1)
 
     def _append_one(self, state: EncoderState, rows: Tensor, time_B: Tensor) -> EncoderState:
@@ -212,11 +230,11 @@ class FuXiLinearEncoder(nn.Module):
         waiting_B1 = (state.count > 0).to(rows.dtype).unsqueeze(1)
         for block, memory in zip(self.layers, state.memory, strict=True):
             if len(after) + 1 < len(self.blocks):
-                x, columns = block.read(x, step, memory)
+                x, columns = block.step_output(x, step, memory)
             else:  # nobody asks for the last block's output
                 columns = block.project_columns(x)
             # zero columns, of a user without a pending event, write nothing
-            after.append(block.write([column * waiting_B1 for column in columns], step, memory))
+            after.append(block.step_state([column * waiting_B1 for column in columns], step, memory))
         return replace(state, count=state.count + 1, pending=rows, pending_time=time_B.clone(), memory=tuple(after))
 
     def _append_many(self, state: EncoderState, rows: Tensor, at: Tensor, time_T: Tensor) -> EncoderState:
@@ -282,7 +300,7 @@ class FuXiLinearEncoder(nn.Module):
                 if whole is not blocks[-1]:
                     x, state = block(x, covered, "chunkwise", state, True)
                 else:  # nobody asks for the last block's output
-                    state = block.remember(x, covered, state)
+                    state = block.final_state(x, covered, state)
                 for name, s in state.items():
                     whole[name][users] = s
 

@@ -353,7 +353,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
         for name, channel in block.channels.items():
             rows = torch.randn(2, channel.columns).bfloat16()
             many, _ = channel(rows, Sequences(*one), "chunkwise", memory[name], True)
-            torch.testing.assert_close(channel.read(rows, step, memory[name]), many, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(channel.step_output(rows, step, memory[name]), many, rtol=1e-4, atol=1e-4)
     whole = [torch.cat((x[:50], x[:1], x[50:], x[1:2])), torch.tensor([0, 51, 55])]
     later = times[-2:] + 10**6
     whole += [torch.cat((times[:50], later[:1], times[50:], later[1:])), batch.request]

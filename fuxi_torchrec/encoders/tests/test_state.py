@@ -10,7 +10,7 @@ from fuxi_torchrec.encoders.fuxi_linear import encoder as encoder_module
 from fuxi_torchrec.encoders.tests.batches import make_batch, make_encoder
 
 PRESETS = ["paper", "official"]
-PINNED = 3287236146338742210  # of make_encoder's configuration
+PINNED = 3166476771464261275  # of make_encoder's configuration
 
 
 def append_in_cuts(encoder, batch, cuts):

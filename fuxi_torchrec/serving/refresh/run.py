@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.artifacts import sync
-from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.encoders.state import EncoderState, States
 from fuxi_torchrec.events.histories import Histories, Ints, covered
 from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import (
@@ -249,7 +249,7 @@ class RefreshRun:
         self.summary.touched_users += int(touched.sum())
         self.summary.reanchored_users += int(fresh_anchor.sum())
         new_states = None
-        if changes:
+        if changes and self.manifest.state_bytes:  # none are stored where they grow
             states_path = self.place / part_name(STATES, number, "bin")
             new_states = StateFile.create(
                 states_path, self.manifest.model_id, self.manifest.state_bytes - TRAILER_BYTES
@@ -270,14 +270,16 @@ class RefreshRun:
         with self.clock("files"):
             names = [part_name(USERS, number)]
             write_users(self.place / names[0], users)
+            if changes:
+                names.append(part_name(HISTORIES, number))
+                write_histories(self.place / names[1], users.ids, joined)
             if new_states is not None:
                 new_states.close()
-                names += [part_name(HISTORIES, number), part_name(STATES, number, "bin")]
-                write_histories(self.place / names[1], users.ids, joined)
-                sync(self.place / names[2])
+                sync(new_states.path)
+                names.append(part_name(STATES, number, "bin"))
             for name in names:
                 self.files[name] = describe_file(self.place / name)
-            if new_states is None:
+            if not changes:
                 self._link(part_name(HISTORIES, number))
                 self._link(part_name(STATES, number, "bin"))
         self.users += len(users)
@@ -324,6 +326,7 @@ class RefreshRun:
         if new_states is None:
             return
         with self.clock("files"):
+            assert isinstance(state, EncoderState)
             records |= dict(zip(place, state.to_bytes(), strict=True))
             enough = joined.lengths >= self.manifest.state_min_events
             kept = [row for row in rows.tolist() if row in records and enough[row]]
@@ -346,13 +349,13 @@ class RefreshRun:
         records: dict[int, Tensor],
         joined: Histories,
         added: Histories,
-    ) -> EncoderState:
+    ) -> States:
         """States of users that go on from a stored one, then of those that are encoded from their history."""
         pieces = [self.model.encode(joined.select(np.array(encoded, np.int64)))]
         if continued:
             stored = self.model.read(torch.stack([records[row] for row in continued]))
             pieces.insert(0, self.model.append(stored, added.select(np.array(continued))))
-        return EncoderState.concatenate(pieces)
+        return self.model.like.concatenate(pieces)
 
     # --- files -------------------------------------------------------------------------------------------------------
 

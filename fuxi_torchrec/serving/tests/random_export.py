@@ -1,5 +1,6 @@
 """Exports without training: any encoder, tables and histories, or random ones, to try serving out."""
 
+import dataclasses
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fuxi_torchrec.artifacts import crc32_of
-from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
-from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
+from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_from, make_encoder
+from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.features import SideTable
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.export.bundle import (
@@ -98,10 +99,10 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
     for folder in (ITEMS, USERS, HISTORIES, STATES):
         (directory / folder).mkdir(parents=True)
     histories = demo.histories or random_histories(demo)
-    config = FuXiLinearConfig(**demo.model)
+    config = config_from({"kind": DEFAULT_KIND, **demo.model})
     with torch.random.fork_rng():
         torch.manual_seed(demo.seed)
-        encoder = FuXiLinearEncoder(config).eval()
+        encoder = make_encoder(config).eval()
         for parameter in encoder.parameters():  # away from starting values that hide mistakes
             parameter.data += 0.02 * torch.randn_like(parameter)
         tables = {ITEM_TABLE: torch.randn(demo.items + 1, config.dim) / config.dim**0.5}
@@ -111,7 +112,7 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
     save_file(tables, directory / TABLES)
     as_of = demo.as_of if demo.as_of is not None else int(histories.times.max(initial=START))
     manifest = Manifest(
-        model=demo.model,
+        model=dataclasses.asdict(config),
         model_id=f"demo-{crc32_of(directory / ENCODER):08x}-{crc32_of(directory / TABLES):08x}",
         similarity=demo.similarity,
         temperature=demo.temperature,
@@ -120,7 +121,7 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         as_of=as_of,
         max_length=demo.max_length,
         state_min_events=demo.state_min_events,
-        state_bytes=encoder.init_state(1).to_bytes().shape[1] + TRAILER_BYTES,
+        state_bytes=encoder.state_bytes + TRAILER_BYTES if encoder.state_bytes else 0,
         items=demo.items,
         users=len(histories),
         states=0,
@@ -168,11 +169,11 @@ def encode_part(bundle: Bundle, model: UserModel, number: int, users: Users, par
     users.last_time[some] = part.times[part.offsets[1:][some] - 1]
     state = model.encode(part)
     users.embedding = model.vectors(state, users.as_of).numpy()
-    kept = np.flatnonzero(users.events >= manifest.state_min_events)
-    with StateFile.create(
-        bundle.path / part_name(STATES, number, "bin"), manifest.model_id, manifest.state_bytes - TRAILER_BYTES
-    ) as file:
-        users.state_row[kept] = file.append(state.select(torch.from_numpy(kept)).to_bytes())
+    kept = np.flatnonzero(users.events >= (manifest.state_min_events if manifest.state_bytes else np.inf))
+    if isinstance(state, EncoderState):
+        path = bundle.path / part_name(STATES, number, "bin")
+        with StateFile.create(path, manifest.model_id, manifest.state_bytes - TRAILER_BYTES) as file:
+            users.state_row[kept] = file.append(state.select(torch.from_numpy(kept)).to_bytes())
     write_users(bundle.path / part_name(USERS, number), users)
     write_histories(bundle.path / part_name(HISTORIES, number), users.ids, part)
     return len(kept)

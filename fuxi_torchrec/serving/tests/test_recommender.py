@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from fuxi_torchrec.encoders.tests import causal_mean
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
@@ -38,6 +39,7 @@ from fuxi_torchrec.serving.tests.random_export import DAY, START, DemoExport, wr
 from fuxi_torchrec.serving.tests.threads import mixed_operations
 
 DEMO = DemoExport(items=50, users=12, events=60, state_min_events=20, users_per_part=5)
+GROWING = {"kind": causal_mean.KIND, "dim": 16, "max_positions": 64}
 ROOT = Path(__file__).parents[3]
 
 
@@ -70,8 +72,9 @@ def expected(path, demo, rows, time):
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("sides", [(), SIDES], ids=["plain", "sides"])
-def test_answers_are_the_models(tmp_path, similarity, sides):
-    demo = replace(DEMO, similarity=similarity, sides=sides)
+@pytest.mark.parametrize("model", [DEMO.model, GROWING], ids=["constant", "growing"])
+def test_answers_are_the_models(tmp_path, similarity, sides, model):
+    demo = replace(DEMO, similarity=similarity, sides=sides, model=model)
     log, last = log_export(tmp_path, demo)
     users = [user for user in range(8) if log.of(user)]
     with Recommender.load(tmp_path / "x") as recommender:
@@ -642,16 +645,19 @@ def test_a_log_of_other_ids_is_refused(tmp_path):
             recommender.recommend([3], recommender.manifest.as_of, 2)
 
 
-def test_states_out_of_the_cache_are_made_again(tmp_path):
-    _log, last = log_export(tmp_path)
+@pytest.mark.parametrize("model", [DEMO.model, GROWING], ids=["constant", "growing"])
+def test_states_out_of_the_cache_are_made_again(tmp_path, model):
+    _log, last = log_export(tmp_path, replace(DEMO, model=model))
     with Recommender.load(tmp_path / "x") as recommender:
-        recommender.users.cache_users = 2
+        limit = recommender.users.cache_bytes = 2 * recommender.states([0]).nbytes
         small = Recommender.recommend
         for round_ in range(3):
             for user in range(8):
                 recommender.append([user], [1001 + round_], [last + round_])
                 small(recommender, [user, (user + 3) % 8], last + round_, 3)
-        assert recommender.info()["cached_states"] <= 2
+        held = [cached.state.nbytes for cached in recommender.users._cache.values()]
+        assert sum(held) == recommender.users._held and (sum(held) <= limit or len(held) == 1)
+        assert len(held) == recommender.info()["cached_states"] > 0
         answers = recommender.recommend(range(8), last + DAY, 10)
     with Recommender.load(tmp_path / "x") as recommender:
         for one, other in zip(answers, recommender.recommend(range(8), last + DAY, 10), strict=True):
@@ -809,8 +815,8 @@ def change_manifest(path, files=None, **changes):
 
 
 def test_an_export_of_another_version(export):
-    change_manifest(export, version=2)
-    with pytest.raises(ExportError, match="export of version 2, this software reads version 1"):
+    change_manifest(export, version=1)
+    with pytest.raises(ExportError, match="export of version 1, this software reads version 2"):
         Recommender.load(export)
 
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuxi_torchrec.artifacts import OutputError
+from fuxi_torchrec.encoders.tests import causal_mean
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import SideTable
 from fuxi_torchrec.export.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError
@@ -59,12 +60,15 @@ def moved_anchors(logs, demo, users):
     return sum(anchors_of([len(log.of(user)) for log in logs], demo)[1] for user in users)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(11))
 def test_refreshes_equal_a_full_export(tmp_path, seed):
+    """The last three with an encoder whose states grow."""
     draw = np.random.default_rng(seed)
     demo = replace(DEMO, sides=SIDES if seed % 2 else (), similarity="dot" if seed % 3 == 0 else "cosine", seed=seed)
     if seed % 4 == 1:
         demo = replace(demo, item_id_type="string")
+    if seed >= 8:
+        demo = replace(demo, model={"kind": causal_mean.KIND, "dim": 16, "max_positions": 32})
     users = list(range(14))
     log = random_log(draw, demo, users, most=70)
     before, after = cut(log, draw, users)
@@ -84,6 +88,8 @@ def test_refreshes_equal_a_full_export(tmp_path, seed):
     assert summary.reanchored_users == moved - moved_anchors(logs[:2], demo, users) and moved > 0
     assert all(one.row["events"] <= 32 for one in found.values())
     assert not summary.late_events
+    stored = [path.name for path in (tmp_path / "r2" / STATES).iterdir()]
+    assert bool(stored) == (seed < 8) == bool(Bundle.open(tmp_path / "r2").manifest.state_bytes)
     if seed % 2:
         assert {one.row["as_of"] for one in found.values()} == {summary.as_of}
 

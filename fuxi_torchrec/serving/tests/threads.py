@@ -24,7 +24,7 @@ def mixed_operations(tmp_path, operations, every, threads=8, users=24):
     export_of(tmp_path / "x", random_log(np.random.default_rng(0), demo, range(users), 30), range(users), demo)
     last, stored = Bundle.open(tmp_path / "x").manifest.as_of, users_of(tmp_path / "x")
     recommender = Recommender.load(tmp_path / "x")
-    recommender.users.cache_users = users - 4
+    recommender.users.cache_bytes = (users - 4) * recommender.states([0]).nbytes
     clock, clock_lock = [last], threading.Lock()
     told, answers, failures = [[] for _ in range(threads)], [[] for _ in range(threads)], []
 

@@ -9,7 +9,7 @@ from fuxi_torchrec import __version__
 from fuxi_torchrec.artifacts import crc32_of
 from fuxi_torchrec.data.schedule import Position
 
-FORMAT = 1
+FORMAT = 2
 INFO = "checkpoint.json"
 LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
 _DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
@@ -65,7 +65,7 @@ class Identity:
     vocabulary: str  # fingerprint of the known items
     time_unit: str
     items: int
-    encoder: str  # fingerprint
+    encoder: str  # kind and fingerprint
 
     def check(self, found: "Identity", where: Path) -> None:
         """Refuse a checkpoint of something else."""

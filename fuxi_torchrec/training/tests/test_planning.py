@@ -9,7 +9,7 @@ from fuxi_torchrec.config import load_config
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
 from fuxi_torchrec.training import planning
-from fuxi_torchrec.training.planning import GB, Cluster, activation_widths, changes_that_fit, described_tables, estimate
+from fuxi_torchrec.training.planning import GB, Cluster, changes_that_fit, described_tables, estimate
 
 EVENTS = 2048
 EIGHT_NODES = Cluster(8, 8, "cuda", 80 * GB)
@@ -58,7 +58,7 @@ def test_a_block_keeps_as_many_numbers_of_an_event_as_the_formula_says(settings)
     }
     one, three = (FuXiLinearConfig(num_layers=n, **given) for n in (1, 3))
     found = (kept_by(three) - kept_by(one)) / 2 / EVENTS / 4 / one.dim
-    assert found == pytest.approx(activation_widths(one), rel=0.05)
+    assert found == pytest.approx(one.activation_widths(), rel=0.05)
 
 
 def plan_for(cluster, items=100_000_000, *settings):

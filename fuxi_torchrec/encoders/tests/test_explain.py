@@ -7,7 +7,7 @@ import torch
 
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
-from fuxi_torchrec.encoders.fuxi_linear.learned import learned, readable
+from fuxi_torchrec.encoders.fuxi_linear.explain import learned, readable
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
 
 PERIODS = (600, 86400)

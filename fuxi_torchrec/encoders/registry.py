@@ -1,0 +1,88 @@
+"""Encoders by their kind, the word in ``model: {kind: ...}``, in checkpoints and in exports.
+
+A kind is a name below, or ``package.module:Class`` of any importable :class:`SequenceEncoder`: an encoder of your own
+is trained, evaluated, exported and served without a line here. Its configuration's ``kind`` is that path, so that
+every rank and every later program finds the class again. As with any plug-in, the module named is imported.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fuxi_torchrec.encoders.base import EncoderConfig, SequenceEncoder
+
+DEFAULT_KIND = "fuxi_linear"
+_KINDS = {"fuxi_linear": "fuxi_torchrec.encoders.fuxi_linear.encoder:FuXiLinearEncoder"}
+
+
+def kinds() -> list[str]:
+    """The kinds that have a name.
+
+    Example:
+        >>> kinds()
+        ['fuxi_linear']
+    """
+    return list(_KINDS)
+
+
+def encoder_class(kind: str) -> type[SequenceEncoder]:
+    """The class of a kind, imported when it is asked for.
+
+    Example:
+        >>> encoder_class("fuxi_linaer")
+        Traceback (most recent call last):
+        ...
+        ValueError: unknown encoder 'fuxi_linaer': known are fuxi_linear, and package.module:Class of your own
+    """
+    module, separator, name = _KINDS.get(kind, kind).partition(":")
+    if not separator:
+        known = ", ".join(_KINDS)
+        raise ValueError(f"unknown encoder {kind!r}: known are {known}, and package.module:Class of your own")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"the encoder {kind!r} cannot be imported: {error}") from None
+    if not (isinstance(found, type) and issubclass(found, SequenceEncoder) and hasattr(found, "config_class")):
+        raise ValueError(f"{kind!r} is no SequenceEncoder with a config_class")
+    return found
+
+
+def config_class(kind: str) -> type[EncoderConfig]:
+    """The dataclass of a kind's settings.
+
+    Example:
+        >>> config_class("fuxi_linear")().kind
+        'fuxi_linear'
+    """
+    return encoder_class(kind).config_class
+
+
+def config_from(plain: Mapping[str, Any]) -> EncoderConfig:
+    """A configuration from its plain form, ``kind`` included, as checkpoints and exports hold it."""
+    return config_class(plain["kind"])(**plain)
+
+
+def make_encoder(config: EncoderConfig) -> SequenceEncoder:
+    """A new encoder of a configuration.
+
+    Example:
+        >>> make_encoder(config_class("fuxi_linear")(dim=16, num_layers=1)).config.dim
+        16
+    """
+    found = encoder_class(config.kind)
+    if not isinstance(config, found.config_class):
+        raise ValueError(f"kind {config.kind!r} takes a {found.config_class.__name__}, not a {type(config).__name__}")
+    return found(config)
+
+
+def from_official(kind: str, params: Mapping[str, Tensor], **unknown: Any) -> SequenceEncoder:
+    """An encoder with weights trained with the released code of its kind.
+
+    Args:
+        kind: which encoder.
+        params: the released model's parameters by their names there.
+        unknown: what names and shapes cannot tell; for fuxi_linear ``temporal_periods``.
+    """
+    return encoder_class(kind).from_official(params, **unknown)
