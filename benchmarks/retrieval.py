@@ -23,6 +23,7 @@ from benchmarks import harness
 from benchmarks.harness import Aim
 from benchmarks.training import make_trainer
 from fuxi_torchrec.data.writer import DatasetWriter
+from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.worker_group import WorkerGroup
 
 DIM = 64
@@ -63,7 +64,7 @@ def dataset(path: Path, items: int) -> None:
     """Every item once in the training split, 500 a user."""
     draw = np.random.default_rng(0)
     users, length = -(-items // 500), 502
-    with DatasetWriter(path, "s", {"benchmark": True}) as out:
+    with DatasetWriter(path, LogSpec(), {"benchmark": True}) as out:
         order = np.resize(draw.permutation(items), users * 500).reshape(users, 500) + 1
         for begin in range(0, users, 256):
             part = order[begin : begin + 256]

@@ -130,16 +130,10 @@ class Clock:
 
 def timed_steps(run_dir: Path, settings: list[str], steps: int) -> dict[str, float]:
     """Seconds of each part of a step, the mean of several after a warm-up."""
-    from fuxi_torchrec.embeddings.pipeline import make_pipeline
-    from fuxi_torchrec.training.feed import Feed
-
     trainer = make_trainer(run_dir, settings)
-    feed = Feed(trainer._steps(), trainer.data.tables.needs_equal_bags)
-    clock, head = Clock(), trainer.model.module.head
+    runner = trainer.begin()
+    clock, head, feed = Clock(), trainer.model.module.head, runner.feed
     read = feed.__next__
-    pipeline = make_pipeline("base", trainer.model, trainer.optimizer, trainer.world.device)
-    trainer.optimizer.current = lambda: feed.waiting[0]
-    trainer.model.train()
 
     class TimedFeed(Iterator[Any]):
         waiting = feed.waiting
@@ -148,7 +142,7 @@ def timed_steps(run_dir: Path, settings: list[str], steps: int) -> dict[str, flo
             with clock.during("reader"):
                 return read()
 
-    encode, loss, rows = head.encode, head.summed_loss, head.event_rows
+    encode, rows = head.encode, head.event_rows
 
     def timed_rows(*args: Any) -> Tensor:
         with clock.during("lookup"):
@@ -158,19 +152,20 @@ def timed_steps(run_dir: Path, settings: list[str], steps: int) -> dict[str, flo
         with clock.during("encoder"):
             return clock.at_gradient(encode(given, batch), "backward: encoder")
 
-    head.event_rows, head.encode, head.summed_loss = timed_rows, timed_encode, clock.around("loss", loss)
+    head.event_rows, head.encode = timed_rows, timed_encode
+    head.task.forward = clock.around("loss", head.task.forward)
     trainer.model.module.items.forward = clock.around("lookup", trainer.model.module.items.forward)
     trainer.optimizer.zero_grad = clock.around("optimizer", trainer.optimizer.zero_grad)
     trainer.optimizer.step = clock.around("optimizer", trainer.optimizer.step)
-    pipeline._backward = clock.around("backward: lookup", pipeline._backward)
-    timed = TimedFeed()
+    runner.pipeline._backward = clock.around("backward: lookup", runner.pipeline._backward)
+    runner.feed = TimedFeed()
     events = 0
     for number in range(steps + 3):
         if number == 3:
             clock.switch("rest")
             clock.parts.clear()
             events = 0
-        done = trainer._one_step(pipeline, timed)
+        done = runner.train(trainer.progress)
         events += done.events
         trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1, position=done.position)
         clock.switch("rest")
@@ -212,17 +207,18 @@ class LossStep:
 
     def __init__(self, items: int, dim: int, kind: str, count: int) -> None:
         from fuxi_torchrec.embeddings.tables import ITEM_TABLE, Table, Tables, collection
+        from fuxi_torchrec.tasks.base import ItemSet
+        from fuxi_torchrec.tasks.next_item import NextItem
         from fuxi_torchrec.training.feed import StepMaker
-        from fuxi_torchrec.training.model import Head
 
         settings = [f"model.dim={dim}", "model.num_layers=1", f"loss.negatives={kind}", f"loss.num_negatives={count}"]
         config = load_config(None, [*settings, "model.use_temporal=false"])
         self.plain, self.dim, self.step = False, dim, 0
         tables = Tables(Table(ITEM_TABLE, "item", items + 1, dim, "row_wise"), ())
         self.table = collection((tables.items,), "cpu")
-        self.head = Head(config, ())
+        self.task = NextItem(config.loss)
         counts = np.concatenate([[0], np.ones(items, np.int64)])
-        self.maker = StepMaker(config.loss, counts, np.arange(1, items + 1), tables, 0)
+        self.maker = StepMaker(self.task.target_maker(ItemSet(np.arange(1, items + 1), counts), 0), tables)
         self.batch = _batch(items, self.positions)
         self.outputs = torch.randn(self.positions, dim, requires_grad=True)
 
@@ -233,17 +229,18 @@ class LossStep:
         self.step += 1
         given = self.maker(Position(0, self.step), [self.batch]).inputs[0]
         rows = self.table(given.items).values().detach().requires_grad_()
-        loss = self._plain(rows, given) if self.plain else self.head.summed_loss(self.outputs, rows, given)
+        loss = self._plain(rows, given.targets) if self.plain else self.task(self.outputs, rows, given.targets)["loss"]
         loss.backward()
         self.outputs.grad = None
 
-    def _plain(self, rows_UD: Tensor, given: Any) -> Tensor:
+    def _plain(self, rows_UD: Tensor, targets: Any) -> Tensor:
         from fuxi_torchrec.tasks.softmax import scaled_items, scaled_queries
 
         queries_PD, rows_UD = scaled_queries(self.outputs, "cosine", 0.05), scaled_items(rows_UD, "cosine")
-        positive_P = (queries_PD * rows_UD[given.target_rows]).sum(1)
-        negative_PK = torch.einsum("pd,pkd->pk", queries_PD, rows_UD[given.candidate_rows])
-        own_PK = given.candidate_rows == given.target_rows.unsqueeze(1)
+        own_P, others_PK = targets.items["targets"], targets.items["candidates"]
+        positive_P = (queries_PD * rows_UD[own_P]).sum(1)
+        negative_PK = torch.einsum("pd,pkd->pk", queries_PD, rows_UD[others_PK])
+        own_PK = others_PK == own_P.unsqueeze(1)
         logits = torch.cat([positive_P.unsqueeze(1), negative_PK.masked_fill(own_PK, -torch.inf)], 1)
         return (torch.logsumexp(logits, 1) - positive_P).sum()
 
@@ -287,19 +284,13 @@ def scaling(scratch: Path) -> tuple[str, list[Aim], Any]:
 
 def speed(run_dir: Path, settings: list[str], steps: int) -> float:
     """Events per second after a warm-up."""
-    from fuxi_torchrec.embeddings.pipeline import make_pipeline
-    from fuxi_torchrec.training.feed import Feed
-
     trainer = make_trainer(run_dir, settings)
-    trainer.model.train()
-    feed = Feed(trainer._steps(), trainer.data.tables.needs_equal_bags)
-    trainer.optimizer.current = lambda: feed.waiting[0]
-    pipeline = make_pipeline("base", trainer.model, trainer.optimizer, trainer.world.device)
+    runner = trainer.begin()
     events, began = 0, 0.0
     for number in range(steps + 3):
         if number == 3:
             events, began = 0, time.perf_counter()
-        events += trainer._one_step(pipeline, feed).events
+        events += runner.train(trainer.progress).events
     trainer.directory.unlock()
     return events / (time.perf_counter() - began)
 
@@ -335,6 +326,7 @@ def peak(run_dir: Path, settings: list[str]) -> dict[str, float]:
 
 def make_trainer(run_dir: Path, settings: list[str], config: Path | None = None) -> Any:
     """A trainer in this worker group; a configuration file, then settings."""
+    from fuxi_torchrec.evaluation.validation import validate
     from fuxi_torchrec.logging import setup_logging
     from fuxi_torchrec.training.run_directory import RunDirectory
     from fuxi_torchrec.training.trainer import Trainer
@@ -342,7 +334,7 @@ def make_trainer(run_dir: Path, settings: list[str], config: Path | None = None)
     setup_logging("warning")
     size = dist.get_world_size()
     world = World(dist.get_rank(), size, dist.get_rank(), torch.device("cpu"), size)
-    return Trainer(load_config(config, settings), RunDirectory(run_dir), world)
+    return Trainer(load_config(config, settings), RunDirectory(run_dir), world, validate)
 
 
 SECTIONS: dict[str, harness.Section] = {

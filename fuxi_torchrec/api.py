@@ -103,13 +103,14 @@ def train(
     elif overrides:
         raise TypeError("overrides go with a file: a Config has its settings")
     with _group(config) as world:
+        from fuxi_torchrec.evaluation.validation import validate
         from fuxi_torchrec.training.interruption import StopRequest
         from fuxi_torchrec.training.run_directory import RunDirectory
         from fuxi_torchrec.training.trainer import Trainer
 
         with StopRequest().listening() as stop:
             start = Path(init_from) if init_from is not None else None
-            return Trainer(config, RunDirectory(run_dir), world, start, stop).train()
+            return Trainer(config, RunDirectory(run_dir), world, validate, start, stop).train()
 
 
 def evaluate(
@@ -133,7 +134,8 @@ def evaluate(
     wanted = options or EvaluateOptions()
     file = Path(output) if output is not None else Path(run_dir) / f"eval-{wanted.split}.json"
     with _group_of(run_dir) as world:
-        from fuxi_torchrec.evaluation import evaluate as evaluation
+        from fuxi_torchrec.evaluation.evaluate import evaluate
+        from fuxi_torchrec.evaluation.held_out import REQUEST_TIMES
 
         with raise_on_all_ranks("looking for the output's directory"):
             if world.rank == 0 and not file.absolute().parent.is_dir():
@@ -141,10 +143,8 @@ def evaluate(
             if world.rank == 0 and file.is_dir():
                 raise IsADirectoryError(f"--output {file} is a directory: name a file")
         loaded = _load(run_dir, world, run)
-        times = (wanted.request_time,) if wanted.request_time else evaluation.REQUEST_TIMES
-        found = evaluation.evaluate(
-            loaded, wanted.split, times, wanted.filter_seen, wanted.users, baselines=wanted.baselines
-        )
+        times = (wanted.request_time,) if wanted.request_time else REQUEST_TIMES
+        found = evaluate(loaded, wanted.split, times, wanted.filter_seen, wanted.users, baselines=wanted.baselines)
         with raise_on_all_ranks("writing the result"):
             if world.rank == 0:
                 write_atomically(file, json.dumps(found, indent=1) + "\n")

@@ -18,6 +18,8 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
 from fuxi_torchrec.encoders.base import EncoderConfig
 from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_class
+from fuxi_torchrec.tasks.next_item import LossConfig
+from fuxi_torchrec.tasks.registry import TaskConfig
 
 
 def _key(default: Any, help: str, operational: bool = False) -> Any:
@@ -77,7 +79,7 @@ class BatchConfig:
         _check_least(self, events=1, users=1, max_length=1, streams=1, shuffle_blocks=1, max_events_per_rank=1)
 
 
-Sharding = Literal["row_wise", "table_wise", "column_wise", "data_parallel"]
+Sharding = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "auto"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class SideConfig:
     """The table of one side feature."""
 
     pooling: Literal["sum", "mean"] = _key("sum", "of an event's values, where it has several")
-    sharding: Sharding = _operational("data_parallel", "how the table is divided among processes")
+    sharding: Sharding = _operational("data_parallel", "how the table is sharded; auto: TorchRec's planner chooses")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class TablesConfig:
     """The embedding tables; their width is model.dim."""
 
     init_std: float = _key(0.02, "rows start normal with this deviation, within two of them")
-    sharding: Sharding = _operational("row_wise", "how the item table is divided among processes")
+    sharding: Sharding = _operational("row_wise", "how the item table is sharded; auto: TorchRec's planner chooses")
     sides: dict[str, SideConfig] = field(
         default_factory=dict, metadata={"help": "side features by their column: {action: {pooling: mean}}"}
     )
@@ -101,26 +103,6 @@ class TablesConfig:
     def __post_init__(self) -> None:
         if not self.init_std > 0:
             raise ValueError(f"init_std must be positive, not {self.init_std}")
-
-
-@dataclass(frozen=True)
-class LossConfig:
-    """Softmax over the next item's score and those of negatives."""
-
-    negatives: Literal["shared", "uniform", "full", "in_batch"] = _key(
-        "shared", "one pool a step; per position; all items; or this process's targets with logQ"
-    )
-    num_negatives: int = _key(1024, "shared: of the pool; uniform: of each position")
-    similarity: Literal["cosine", "dot"] = _key("cosine", "of queries and items, over the temperature")
-    temperature: float = _key(0.05, "divides the scores")
-    weighting: Literal["position", "user", "sqrt"] = _key(
-        "position", "a sequence of n targets weighs n, 1, or the root of n"
-    )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be positive, not {self.temperature}")
-        _check_least(self, num_negatives=1)
 
 
 @dataclass(frozen=True)
@@ -245,6 +227,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     model: EncoderConfig = field(default_factory=_default_model, metadata={"by_kind": config_class})
     tables: TablesConfig = field(default_factory=TablesConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

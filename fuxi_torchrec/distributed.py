@@ -18,6 +18,7 @@ from typing import NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -199,3 +200,16 @@ def run_on_rank_0(world: World, what: str, work: Callable[[], T]) -> T | None:
         if failed:
             raise failed[0]
     return done[0] if done else None
+
+
+def share_from_rank_0(world: World, what: str, work: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Tensors that rank 0 makes, however long it takes, on every rank: a collective."""
+    if world.size == 1:
+        return work()
+    made = run_on_rank_0(world, what, work) or {}
+    about: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{n: (t.shape, t.dtype) for n, t in made.items()}]
+    dist.broadcast_object_list(about, 0)
+    for name, (shape, dtype) in about[0].items():
+        made.setdefault(name, torch.empty(shape, dtype=dtype))
+        dist.broadcast(made[name], 0)
+    return made

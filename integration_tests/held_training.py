@@ -27,7 +27,7 @@ def patch() -> None:
 
     one_step = Trainer._one_step
 
-    def held(self, pipeline, feed):
+    def held(self, steps):
         if number(self.directory.path / "raise") == self.progress.step and self.world.rank == 1:
             raise ValueError("process 1 was told to fail")
         if number(self.directory.path / "stuck") == self.progress.step and self.world.rank == 1:
@@ -42,7 +42,7 @@ def patch() -> None:
             deadline = time.monotonic() + LONGEST
             while hold.exists() and not self.stop.requested and time.monotonic() < deadline:
                 time.sleep(0.02)
-        return one_step(self, pipeline, feed)
+        return one_step(self, steps)
 
     Trainer._one_step = held
 

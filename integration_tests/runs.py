@@ -47,6 +47,7 @@ def run(run_dir: Path, overrides: list[str], fresh: bool = False, init_from: Pat
 
 
 def trainer(run_dir: Path, overrides: list[str], fresh: bool = False, init_from: Path | None = None):
+    from fuxi_torchrec.evaluation.validation import validate
     from fuxi_torchrec.training.run_directory import RunDirectory
     from fuxi_torchrec.training.trainer import Trainer
 
@@ -58,7 +59,7 @@ def trainer(run_dir: Path, overrides: list[str], fresh: bool = False, init_from:
     directory = RunDirectory(run_dir)
     own_kind = any(each.startswith("model.kind=") for each in overrides)
     settings = [*SMALL, *(() if own_kind else ENCODER), *overrides]
-    made = Trainer(load_config(None, settings), directory, world, init_from)
+    made = Trainer(load_config(None, settings), directory, world, validate, init_from)
     directory.unlock()  # many runs in one process
     return made, directory
 

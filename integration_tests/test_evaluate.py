@@ -107,7 +107,7 @@ def test_the_program_writes_a_file_and_prints_a_table(trained, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads((run / "eval-test.json").read_text())
     assert found["filter_seen"] and "target" not in found
-    for words in ("asked at the last event's time", "popularity", "recent items", "transitions", "<=50", "hr@200"):
+    for words in ("queried at the last event's time", "popularity", "recent items", "transitions", "<=50", "hr@200"):
         assert words in done.stdout
 
 

@@ -32,11 +32,12 @@ def hit_rates(run_dir, settings):
     """HR@10 of the model and of simple rules on every user's last event."""
     from fuxi_torchrec.evaluation.evaluate import evaluate
     from fuxi_torchrec.evaluation.loading import load
+    from fuxi_torchrec.evaluation.validation import validate
     from fuxi_torchrec.training.run_directory import RunDirectory
     from fuxi_torchrec.training.trainer import Trainer
 
     directory = RunDirectory(run_dir)
-    Trainer(load_config(DEMO, settings), directory, runs.here()).train()
+    Trainer(load_config(DEMO, settings), directory, runs.here(), validate).train()
     directory.unlock()
     result = evaluate(load(run_dir, runs.here()), "test", ["target"])
     return {"model": result["target"]["hr@10"], **{name: m["hr@10"] for name, m in result["baselines"].items()}}

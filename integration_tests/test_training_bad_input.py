@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fuxi_torchrec.config import load_config
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
+from fuxi_torchrec.evaluation.validation import validate
 from fuxi_torchrec.training.run_directory import RunDirectory
 from fuxi_torchrec.training.trainer import Trainer
 from integration_tests.runs import here, losses
@@ -46,7 +47,7 @@ def attempt(run_dir, settings, prepare=None, *arguments):
     """Train; the error of this process as (kind, message), or None. ``prepare`` may do something to the trainer."""
     directory = RunDirectory(run_dir)
     try:
-        trainer = Trainer(load_config(None, settings), directory, here())
+        trainer = Trainer(load_config(None, settings), directory, here(), validate)
         if prepare is not None:
             prepare(trainer, *arguments)
         trainer.train()
@@ -433,7 +434,7 @@ def test_a_loss_that_is_no_number_stops_training_and_names_the_users(workers, ru
 def users_of_step(run_dir, settings):
     """Of the next step."""
     directory = RunDirectory(run_dir)
-    trainer = Trainer(load_config(None, settings), directory, here())
+    trainer = Trainer(load_config(None, settings), directory, here(), validate)
     directory.unlock()
     (batch,) = trainer.loader.step(trainer.progress.position)
     dist.barrier()

@@ -54,6 +54,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     events.add_argument("--where", metavar="SQL", help="keep only such events")
     events.add_argument("--min-user-events", type=int, default=1)
     events.add_argument("--min-item-events", type=int, default=1)
+    events.add_argument(
+        "--rare-items",
+        choices=("drop", "unknown"),
+        default="drop",
+        help="items with fewer than --min-item-events: leave their events out, or keep them as index 0 (%(default)s)",
+    )
 
     kind("ml-1m", "MovieLens-1M: ratings.dat, its directory or its zip")
     kind("ml-20m", "MovieLens-20M: ratings.csv, its directory or its zip")
@@ -89,6 +95,7 @@ def make_source(args: argparse.Namespace, scratch: str) -> Source:
         args.where,
         args.min_user_events,
         args.min_item_events,
+        args.rare_items,
     )
 
 

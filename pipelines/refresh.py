@@ -3,7 +3,8 @@
     python -m pipelines.refresh --export DIR --events NEW --output DIR2
         [--as-of T] [--requery-all] [--forget FILE] [--user-column C --item-column C --time-column C]
 
-NEW is a CSV or Parquet file, a directory, a glob, or the log directory of a Recommender.
+NEW is a CSV or Parquet file, a directory, a glob, or the log directory of a Recommender. It is read as the log was that
+the export's dataset was made from: the manifest says how.
 """
 
 import argparse
@@ -33,10 +34,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--as-of", metavar="T", help="when users are asked: ISO or a number; the latest event's time")
     parser.add_argument("--requery-all", action="store_true", help="ask all users, not only those with new events")
     parser.add_argument("--forget", type=Path, metavar="FILE", help="users to leave out, an id a line")
-    parser.add_argument("--user-column", default="user_id")
-    parser.add_argument("--item-column", default="item_id")
-    parser.add_argument("--time-column", default="timestamp")
-    parser.add_argument("--on-bad-rows", choices=("error", "skip"), default="error")
+    for name in ("user", "item", "time"):
+        parser.add_argument(f"--{name}-column", metavar="C", help="if it is not the one of the dataset's log")
+    parser.add_argument("--on-bad-rows", choices=("error", "skip"), help="as when the dataset was prepared by default")
     return parser.parse_args(arguments)
 
 

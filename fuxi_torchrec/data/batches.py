@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fuxi_torchrec.data.reader import Block, Reader
 from fuxi_torchrec.data.schedule import Position, Schedule
-from fuxi_torchrec.data.splits import Bounds, LeaveOneOut, Part, Split
+from fuxi_torchrec.data.splits import Bounds, Part, Split
 from fuxi_torchrec.events.hashing import mix
 
 Ints = NDArray[np.int64]
@@ -104,7 +104,7 @@ class BatchMaker:
         user, window = schedule.sequences.user[order], schedule.sequences.window[order]
         pieces = []
         for block, rows, part in self._blocks(user):
-            train_end = self._bounds(block).train_end[rows]
+            train_end = self.bounds(block).train_end[rows]
             inputs = np.maximum(train_end - 1, 0)  # the last one is only a target
             if plan.truncation == "recent":
                 begin, stop = np.maximum(inputs - plan.max_length, 0), inputs
@@ -122,7 +122,7 @@ class BatchMaker:
         pieces = []
         order = np.sort(users)
         for block, rows, chosen in self._blocks(order):
-            target = self._bounds(block).target(part)[rows]
+            target = self.bounds(block).target(part)[rows]
             has = target >= 1
             begin = np.maximum(target[has] - max_length, 0)
             pieces.append(_Piece(block, rows[has], begin, target[has], order[chosen][has]))
@@ -151,49 +151,19 @@ class BatchMaker:
             before.append(begin[stop > 0])
         return self._join(pieces, None, None, targets=False), np.concatenate(before)
 
-    def _bounds(self, block: Block) -> Bounds:
+    def bounds(self, block: Block) -> Bounds:
         """The split of a block's users, kept with the block."""
         if self.split not in block.kept:
             block.kept[self.split] = self.split.bounds(block.offsets, block.times, block.weights)
         found: Bounds = block.kept[self.split]
         return found
 
-    def _all_bounds(self) -> Iterator[Bounds]:
-        """The split of all users, in row order."""
-        if isinstance(self.split, LeaveOneOut) and not self.reader.dataset.info.has_target:
-            offsets = np.concatenate([[0], np.cumsum(self.reader.lengths())])  # lengths alone decide
-            yield self.split.bounds(offsets, np.zeros(0, np.int64), None)
-            return
-        for number in range(len(self.reader.groups)):
-            yield self._bounds(self.reader.block(number))
-
-    def train_lengths(self) -> Ints:
-        """Training events of each user, in row order."""
-        return np.concatenate([np.zeros(0, np.int64), *(bounds.train_end for bounds in self._all_bounds())])
-
-    def users_with(self, part: Part) -> Ints:
-        """Rows of the users that have a target to evaluate."""
-        targets = np.concatenate([np.zeros(0, np.int64), *(bounds.target(part) for bounds in self._all_bounds())])
-        return np.flatnonzero(targets >= 0)
-
-    def item_counts(self, targets: bool = False) -> Ints:
-        """Events of each item in the training split, or only those that are targets of it: (items + 1,)."""
-        counts = np.zeros(self.reader.dataset.info.items + 1, np.int64)
-        for number in range(len(self.reader.groups)):
-            block = self.reader.block(number)
-            train_end, first = self._bounds(block).train_end, block.offsets[:-1]
-            index = _ranges(first + np.minimum(train_end, 1 if targets else 0), first + train_end)
-            if targets and block.weights is not None:
-                index = index[block.weights[index] > 0]
-            counts += np.bincount(block.items[index], minlength=len(counts))
-        return counts
-
     def training_pairs(self) -> Iterator[tuple[Ints, Ints]]:
         """Neighbouring items of the training split, block by block: each event's item, and the item after it."""
         for number in range(len(self.reader.groups)):
             block = self.reader.block(number)
-            train_end = self._bounds(block).train_end
-            index = _ranges(block.offsets[:-1], block.offsets[:-1] + np.maximum(train_end - 1, 0))
+            train_end = self.bounds(block).train_end
+            index = ranges(block.offsets[:-1], block.offsets[:-1] + np.maximum(train_end - 1, 0))
             yield block.items[index], block.items[index + 1]
 
     def _blocks(self, users: Ints) -> "list[tuple[Block, Ints, slice]]":
@@ -221,7 +191,7 @@ class BatchMaker:
         for piece in pieces:
             block = piece.block
             first = block.offsets[piece.rows]
-            index = _ranges(first + piece.begin, first + piece.stop)
+            index = ranges(first + piece.begin, first + piece.stop)
             draw = None
             if epoch is not None and self.items.oov_rate:
                 row = np.repeat(piece.users, piece.stop - piece.begin).astype(np.uint64)
@@ -244,7 +214,7 @@ class BatchMaker:
                 if side.offsets is None:
                     parts.append((side.values[index], None))
                 else:
-                    inner = _ranges(side.offsets[index], side.offsets[index + 1])
+                    inner = ranges(side.offsets[index], side.offsets[index + 1])
                     parts.append((side.values[inner], side.offsets[index + 1] - side.offsets[index]))
         return EventBatch(
             items=_tensor(items),
@@ -277,7 +247,7 @@ class _Piece:
         return _Piece(self.block, self.rows[keep], self.begin[keep], self.stop[keep], self.users[keep])
 
 
-def _ranges(begin: Ints, stop: Ints) -> Ints:
+def ranges(begin: Ints, stop: Ints) -> Ints:
     """begin[0] .. stop[0] − 1, begin[1] .. stop[1] − 1, and so on."""
     lengths = stop - begin
     total = np.cumsum(lengths)

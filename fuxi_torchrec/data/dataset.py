@@ -13,10 +13,11 @@ import pyarrow as pa
 
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.filesystem import read_bytes
+from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
 from fuxi_torchrec.events.vocabulary import Vocabulary, read_values
 
-VERSION = 1
+VERSION = 2
 INFO = "dataset.json"
 ITEMS = "items.parquet"
 USER, ITEM, TIME, TARGET = "user_id", "item", "timestamp", "target"
@@ -48,7 +49,7 @@ class DatasetInfo:
     """What ``dataset.json`` says."""
 
     version: int
-    time_unit: TimeUnit
+    log: LogSpec
     users: int
     items: int
     events: int
@@ -61,6 +62,11 @@ class DatasetInfo:
     skipped_rows: dict[str, int]
     source: dict[str, Any]
     fingerprint: str
+
+    @property
+    def time_unit(self) -> TimeUnit:
+        """Of every time."""
+        return self.log.time_unit
 
     def to_json(self) -> str:
         """As it is written."""
@@ -76,6 +82,7 @@ class DatasetInfo:
                     f"{path}: dataset of version {plain['version']}, this software reads version {VERSION}: "
                     "prepare it again"
                 )
+            plain["log"] = LogSpec.from_dict(plain["log"])
             plain["files"] = tuple(FileInfo(**file) for file in plain["files"])
             plain["sides"] = tuple(SideInfo(**side) for side in plain["sides"])
             return DatasetInfo(**plain)

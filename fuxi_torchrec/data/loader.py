@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
-from fuxi_torchrec.data.schedule import Plan, Position, Schedule, streams_of_rank
+from fuxi_torchrec.data.schedule import Ints, Plan, Position, Schedule, streams_of_rank
+from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.logging import get_logger
 
@@ -33,6 +34,7 @@ class Loader:
         rank, world_size: this process among all.
         max_events_per_rank: events of a micro-batch, at most; one sequence may exceed it.
         num_workers: processes that read ahead.
+        lengths: training events of each user; counted here if None.
     """
 
     def __init__(
@@ -43,11 +45,12 @@ class Loader:
         world_size: int = 1,
         max_events_per_rank: int | None = None,
         num_workers: int = 0,
+        lengths: Ints | None = None,
     ) -> None:
         streams_of_rank(rank, world_size, plan.num_streams)  # refuses more processes than streams
         self.maker, self.rank, self.world_size = maker, rank, world_size
         self.max_events_per_rank, self.num_workers = max_events_per_rank, num_workers
-        self.lengths = maker.train_lengths()  # training events of each user
+        self.lengths = survey(maker).train_lengths if lengths is None else lengths
         self.schedule = Schedule(self.lengths, maker.reader.block_of_user, plan)
         if not len(self.schedule.sequences):
             raise DataError(
@@ -120,12 +123,21 @@ class Loader:
         """The micro-batches of one step; the last one carries the position after it."""
         epoch, step = position.epoch, position.step
         after = Position(epoch, step + 1) if step + 1 < self.steps(epoch) else Position(epoch + 1, 0)
-        parts = self.schedule.micro_batches(epoch, step, self.rank, self.world_size, self.max_events_per_rank)
+        parts = self._parts(position)
         last = len(parts) - 1
         return [
             self.maker.training(self.schedule, part, epoch, after if n == last else None)
             for n, part in enumerate(parts)
         ]
+
+    def micro_batches(self, position: Position) -> int:
+        """How many a step has, the same on every rank."""
+        return len(self._parts(position))
+
+    def _parts(self, position: Position) -> list[Ints]:
+        return self.schedule.micro_batches(
+            position.epoch, position.step, self.rank, self.world_size, self.max_events_per_rank
+        )
 
     def balance(self, epoch: int) -> float:
         """Events of each step's busiest process over the mean, for which the others wait: 1 is perfect."""

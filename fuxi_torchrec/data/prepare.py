@@ -6,20 +6,21 @@ import time
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
-from fuxi_torchrec.data.database import Database
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
+from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.filesystem import exists, resolve
-from fuxi_torchrec.events.sources import FILE, INTEGERS, ROW, Source, literal, quote, time_sql
+from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
+from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
+from fuxi_torchrec.events.sources import Source
 from fuxi_torchrec.events.times import PER_SECOND, show_time
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.options import option
@@ -38,7 +39,7 @@ class PrepareOptions:
 
     memory_limit: str = option("4GB", "of DuckDB and of sorting, half each; what does not fit spills to disk")
     threads: int = option(2, "of DuckDB")
-    on_bad_rows: Literal["error", "skip"] = option("error", "name the first bad rows, or count and leave them out")
+    on_bad_rows: OnBadRows = option("error", "name the first bad rows, or count and leave them out")
     extend: str | None = option(None, "an earlier dataset whose item indices are kept", metavar="PREV")
 
 
@@ -47,9 +48,10 @@ def prepare(
 ) -> DatasetInfo:
     """Read a source, write a dataset."""
     options = options or PrepareOptions()
+    source = dataclasses.replace(source, log=dataclasses.replace(source.log, on_bad_rows=options.on_bad_rows))
     description = {"files": [os.path.basename(name) for name in source.files]}
     with (
-        DatasetWriter(output, source.time_unit, description) as writer,
+        DatasetWriter(output, source.log, description) as writer,
         Database(writer.scratch, options.memory_limit, options.threads) as database,
     ):
         return _Preparation(database, source, options, writer, progress or (lambda *_: None)).run()
@@ -62,14 +64,16 @@ class _Preparation:
         self, database: Database, source: Source, options: PrepareOptions, writer: DatasetWriter, progress: Progress
     ) -> None:
         self.database, self.source, self.options, self.writer = database, source, options, writer
-        self.progress = progress
+        self.progress, self.log = progress, source.log
 
     def run(self) -> DatasetInfo:
         """All steps."""
         self.progress("reading", 0, 0)
-        time = self._check_columns()
-        self._name_columns(time)
-        skipped = self._check_rows()
+        log = Ingestion(self.database, self.source)
+        self.log = self.writer.log = log.spec
+        skipped = log.check_rows()
+        self._warn_about_unit(log.first, log.last)
+        self.times = (log.first or 0, log.last or 0)
         self._filter()
         total = self._count()
         items = self._item_vocabulary()
@@ -84,132 +88,27 @@ class _Preparation:
             self.progress("sorting and writing", done, total)
         return self.writer.finish(items, skipped, frozenset(vocabularies))
 
-    def _check_columns(self) -> str:
-        """The log has the columns, and a time that can be used; its SQL expression."""
-        found = {row[0]: row[1] for row in self.database.rows(f"DESCRIBE SELECT * FROM {self.source.reader}")}
-        self.has_rows = ROW in found
-        for ours in (FILE, ROW):
-            found.pop(ours, None)
-        missing = [name for name in self.source.columns if name not in found]
-        if missing:
-            raise DataError(
-                f"{self.source.files[0]}: no column {', '.join(missing)}; the columns are {', '.join(found)}"
-            )
-        self.types = found
-        for name in self.source.columns[:2]:
-            if found[name] not in (*INTEGERS, "VARCHAR"):
-                raise DataError(
-                    f"{self.source.files[0]}: column {name} is {found[name]}: ids must be integers of at most 64 bits, "
-                    "signed, or text"
-                )
-        if not self.source.check_time_type:
-            return self.source.time
-        name = self.source.columns[2]
-        kind = found[name]
-        time = time_sql(self.source.time, kind, self.source.time_unit)
-        if time is not None:
-            return time
-        example = self.database.rows(f"SELECT {self.source.time} FROM {self.source.reader} LIMIT 1")
-        if not example:
-            raise DataError(f"{self.source.files[0]}: no events")
-        raise DataError(
-            f"{self.source.files[0]}: column {name} is {kind}, for example {example[0][0]!r}: times must be integers "
-            "(seconds, milliseconds or microseconds since 1970) or timestamps; mixed kinds count as VARCHAR"
-        )
-
-    def _name_columns(self, time: str) -> None:
-        """A view with our names, and n, the order in which events were read: it decides ties."""
-        s = self.source
-        columns = [f"{s.user} AS user_id", f"{s.item} AS item_id", f"{time} AS timestamp"]
-        if s.target:
-            columns.append(f"CAST({s.target} AS FLOAT) AS target")
-        columns += [f"{quote(name)} AS {quote('side_' + name)}" for name in s.sides]
-        where = f" WHERE {s.where}" if s.where else ""
-        # Parquet is read again for each step and numbers its rows; text is parsed once and numbered then
-        kind, log = "VIEW", s.reader
-        if not self.has_rows:
-            kind, log = "TABLE", f"(SELECT *, row_number() OVER () AS {ROW} FROM {s.reader})"
-        wanted = ", ".join([*columns, f"{FILE} AS source_file", f"{ROW} AS n"])
-        self.database.rows(f"CREATE {kind} log AS SELECT {wanted} FROM {log}{where}")
-
-    def _bad(self) -> dict[str, str]:
-        """What makes a row bad: reason to SQL condition."""
-        bad = {
-            "user is null": "user_id IS NULL",
-            "item is null": "item_id IS NULL",
-            "time is null": "timestamp IS NULL",
-            "time is negative": "timestamp < 0",
-        }
-        if self.source.target:
-            bad["target weight is null, negative or not finite"] = (
-                "target IS NULL OR target < 0 OR NOT isfinite(target)"
-            )
-        return bad
-
-    def _check_rows(self) -> dict[str, int]:
-        """Count bad rows; name the first ones, or leave them out."""
-        conditions = self._bad()
-        every = " OR ".join(f"({condition})" for condition in conditions.values())
-        # Parquet answers these from its metadata
-        columns = ["user_id", "item_id", "timestamp", *(["target"] if self.source.target else [])]
-        counts = ", ".join(f"count({column})" for column in columns)
-        rows, *numbers, first, last = self.database.row(
-            f"SELECT count(*), {counts}, min(timestamp), max(timestamp) FROM log"
-        )
-        self._warn_about_unit(first, last)
-        self.times = (first, last)
-        skipped = {}
-        if self.source.target or min(numbers) < rows or (first is not None and first < 0):
-            bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
-            found = dict(zip(conditions, self.database.row(f"SELECT {bad} FROM log"), strict=True))
-            skipped = {reason: int(count) for reason, count in found.items() if count}
-        if not skipped:
-            self.database.rows("CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log")
-            return {}
-        self.database.rows(
-            f"CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log WHERE NOT coalesce(({every}), true)"
-        )
-        lines = [f"{count:,} rows: {reason}" for reason, count in skipped.items()]
-        if self.options.on_bad_rows == "error":
-            examples = self._first_bad_rows(every, conditions)
-            raise DataError(
-                f"bad rows: {'; '.join(lines)}. {examples}. Mend the log, or leave them out with --on-bad-rows skip"
-            )
-        logger.warning("bad rows left out: %s", "; ".join(lines))
-        return skipped
-
-    def _first_bad_rows(self, every: str, conditions: dict[str, str]) -> str:
-        """File, row and reason of the first bad rows; rows count from 1 within their file."""
-        if not self.has_rows:
-            firsts = f"SELECT {FILE} AS source_file, min({ROW}) AS first FROM "
-            firsts += f"(SELECT {FILE}, row_number() OVER () AS {ROW} FROM {self.source.reader}) GROUP BY 1"
-        else:
-            firsts = "SELECT DISTINCT source_file, 0 AS first FROM log"
-        row = f"n % {self.source.rows_per_file} + 1" if self.has_rows else "n - first + 1"
-        case = " ".join(f"WHEN {condition} THEN {literal(reason)}" for reason, condition in conditions.items())
-        rows = self.database.rows(
-            f"SELECT source_file, {row}, CASE {case} END "
-            f"FROM (SELECT * FROM log WHERE {every} ORDER BY n LIMIT 3) "
-            f"JOIN ({firsts}) USING (source_file) ORDER BY n"
-        )
-        return "First: " + "; ".join(f"{name} row {row}: {reason}" for name, row, reason in rows)
-
     def _filter(self) -> None:
-        """k-core: drop users and items with too few events until none are left (or once, if the source says so)."""
-        users, items = self.source.min_user_events, self.source.min_item_events
-        if users <= 1 and items <= 1:
+        """k-core: drop users and items with too few events until none are left (or once, if the log says so).
+
+        Events of rare items that stay count for their users: then users are dropped once, and no items.
+        """
+        users, items = self.log.min_user_events, self.log.min_item_events
+        keeps = self.log.rare_items == "unknown"
+        least = [("item_id", 1 if keeps else items), ("user_id", users)]
+        if max(number for _, number in least) <= 1:
             return
         self.progress("filtering", 0, 0)
         self.database.rows("CREATE TABLE kept AS SELECT * FROM events")
         while True:
             before = self.database.value("SELECT count(*) FROM kept")
-            for column, least in (("item_id", items), ("user_id", users)):
-                if least > 1:
+            for column, number in least:
+                if number > 1:
                     self.database.rows(
                         f"DELETE FROM kept WHERE {column} IN "
-                        f"(SELECT {column} FROM kept GROUP BY {column} HAVING count(*) < {least})"
+                        f"(SELECT {column} FROM kept GROUP BY {column} HAVING count(*) < {number})"
                     )
-            if not self.source.iterate or self.database.value("SELECT count(*) FROM kept") == before:
+            if not self.log.iterate or keeps or self.database.value("SELECT count(*) FROM kept") == before:
                 break
         self.database.rows("DROP VIEW events")
         self.database.rows("CREATE VIEW events AS SELECT * FROM kept")
@@ -217,34 +116,34 @@ class _Preparation:
     def _count(self) -> int:
         """Events in all; an error if there are none. Each item's are kept for the vocabulary."""
         self.database.rows("CREATE TABLE item_counts AS SELECT item_id, count(*) AS count FROM events GROUP BY item_id")
-        total = int(self.database.value("SELECT coalesce(sum(count), 0) FROM item_counts"))
-        filtered = self.source.where or max(self.source.min_item_events, self.source.min_user_events) > 1
+        total, most = self.database.row("SELECT coalesce(sum(count), 0), coalesce(max(count), 0) FROM item_counts")
+        filtered = self.log.where or max(self.log.min_item_events, self.log.min_user_events) > 1
+        name = f"{self.source.files[0]}{' and others' * (len(self.source.files) > 1)}"
         if not total:
-            raise DataError(
-                f"{self.source.files[0]}{' and others' * (len(self.source.files) > 1)}: no events"
-                + (" are left after filtering" if filtered else "")
-            )
-        return total
+            raise DataError(f"{name}: no events" + (" are left after filtering" if filtered else ""))
+        if most < self.log.min_item_events:
+            raise DataError(f"{name}: every item is rare: none has {self.log.min_item_events} events")
+        return int(total)
 
     def _warn_about_unit(self, first: int | None, last: int | None) -> None:
         """Years before 1990 or after 2100 mean, most likely, another unit."""
         for value in (first, last):
             if value is None:
                 return
-            seconds = value / PER_SECOND[self.source.time_unit]
+            seconds = value / PER_SECOND[self.log.time_unit]
             year = 1970 + seconds / 31_556_952
             if not 1990 <= year <= 2100:
                 logger.warning(
                     "times look wrong for the unit %r: %d would be in the year %.0f; is the unit another one?",
-                    *(self.source.time_unit, value, year),
+                    *(self.log.time_unit, value, year),
                 )
                 return
         assert last is not None
-        if last > (time.time() + _AHEAD) * PER_SECOND[self.source.time_unit]:
+        if last > (time.time() + _AHEAD) * PER_SECOND[self.log.time_unit]:
             logger.warning(
-                "the last event, at %s, is yet to come: a placeholder, or a clock that goes wrong? Users would be "
+                "the last event, at %s, is in the future: a placeholder, or a clock that goes wrong? Users would be "
                 "asked at that time by default: leave such rows out with --where",
-                show_time(last, self.source.time_unit),
+                show_time(last, self.log.time_unit),
             )
 
     def _item_vocabulary(self) -> int:
@@ -252,7 +151,8 @@ class _Preparation:
         old = self._previous(ITEMS)
         if old is not None:
             self._check_same_type("item_id", old)
-        self._vocabulary("items", "item_id", "SELECT item_id, count FROM item_counts", old)
+        counts = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
+        self._vocabulary("items", "item_id", counts, old)
         table = self.database.table("SELECT item_id, index, count FROM items ORDER BY index")
         self.writer.write_table(ITEMS, table)
         return int(table.num_rows)
@@ -268,10 +168,9 @@ class _Preparation:
         """The dataset that is extended."""
         assert self.options.extend is not None
         previous = Dataset.open(self.options.extend)
-        if previous.info.time_unit != self.source.time_unit:
+        if previous.info.time_unit != self.log.time_unit:
             raise DataError(
-                f"{self.options.extend} has times in {previous.info.time_unit!r}, "
-                f"this source in {self.source.time_unit!r}"
+                f"{self.options.extend} has times in {previous.info.time_unit!r}, this source in {self.log.time_unit!r}"
             )
         return previous
 
@@ -306,22 +205,17 @@ class _Preparation:
         """Strings get a vocabulary, side-NAME.parquet, indices 1.. by falling count; integers stay as they are."""
         coded = []
         previous = {} if self.options.extend is None else {s.name: s for s in self._extended().info.sides}
-        for name in self.source.sides:
-            column, kind = quote("side_" + name), self.types[name]
+        for name in self.log.features:
+            column, kind = quote(FEATURE + name), self.log.columns[name]
             if name in previous:
                 self.writer.reserve(name, previous[name].cardinality)  # models have rows for them
                 if previous[name].vocabulary != (kind == "VARCHAR"):
                     was, now = ("text", "integers") if previous[name].vocabulary else ("integers", "text")
                     raise DataError(f"side column {name} was {was} in {self.options.extend}, here it is {now}")
-            if kind in INTEGERS or (kind.endswith("[]") and kind[:-2] in INTEGERS):
-                value = f"list_min({column})" if kind.endswith("[]") else column
-                if self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
-                    raise DataError(f"side column {name} has negative values: they must be 0 or more")
+            if kind != "VARCHAR":
                 rows = previous[name].cardinality if name in previous else 0
                 self._check_dense(name, f"unnest({column})" if kind.endswith("[]") else column, rows)
                 continue
-            if kind != "VARCHAR":
-                raise DataError(f"side column {name} is {kind}: integers, lists of integers or strings can be used")
             counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
             self._vocabulary("side_table_" + name, "value", counts, self._previous(f"side-{name}.parquet"))
             query = f"SELECT value, index, count FROM {quote('side_table_' + name)} ORDER BY index"
@@ -362,21 +256,19 @@ class _Preparation:
         first, last = self.times
         time, first = _narrow("timestamp", first, last)
         row, _ = _narrow("n", 0, rows)
+        rare = self.log.rare_items == "unknown"
         columns = [f"users.number AS {USER_NUMBER}", f"{row} AS {ROW_NUMBER}"]
-        columns += [f"items.index AS {ITEM}", f"{time} AS {TIME}"]
-        if self.source.target:
+        columns += [f"{'coalesce(items.index, 0)' if rare else 'items.index'} AS {ITEM}", f"{time} AS {TIME}"]
+        if self.log.target:
             columns.append(f"target AS {TARGET}")
-        joins = "JOIN items USING (item_id) JOIN users ON events.user_id = users.id"
-        for name in self.source.sides:
-            column, table = quote("side_" + name), quote("side_table_" + name)
+        joins = f"{'LEFT ' * rare}JOIN items USING (item_id) JOIN users ON events.user_id = users.id"
+        for name in self.log.features:
+            column, table = quote(FEATURE + name), quote("side_table_" + name)
             if name in coded:
                 columns.append(f"coalesce({table}.index, 0) AS {quote(name)}")
                 joins += f" LEFT JOIN {table} ON {column} = {table}.value"
-            elif self.types[name].endswith("[]"):
-                values = f"list_filter(CAST({column} AS BIGINT[]), lambda x: x IS NOT NULL)"
-                columns.append(f"coalesce({values}, []) AS {quote(name)}")
             else:
-                columns.append(f"CAST(coalesce({column}, 0) AS BIGINT) AS {quote(name)}")
+                columns.append(f"{column} AS {quote(name)}")
         budget, spill = self.database.budget, os.path.join(self.database.place, "buckets")
         buckets = BucketSort(
             counts["count"].to_numpy(), ROW_GROUP_EVENTS, self._bucket_events(total), budget, spill, first
@@ -394,9 +286,9 @@ class _Preparation:
 
     def _bucket_events(self, total: int) -> int:
         """How many events are sorted at once: few enough that a bucket is a small part of the memory."""
-        lists = [quote("side_" + name) for name in self.source.sides if self.types[name].endswith("[]")]
+        lists = [quote(FEATURE + name) for name in self.log.features if self.log.columns[name].endswith("[]")]
         values = [self.database.value(f"SELECT coalesce(sum(len({column})), 0) FROM events") for column in lists]
-        each = 8 * (4 + len(self.source.sides) + sum(map(int, values)) / total)
+        each = 8 * (4 + len(self.log.features) + sum(map(int, values)) / total)
         return max(1, min(BUCKET_EVENTS, int(self.database.budget / 16 / each)))
 
 
@@ -429,7 +321,7 @@ def prepare_synthetic(config: SyntheticConfig, output: str | Path, progress: Pro
     index = np.zeros(config.items, np.int32)
     index[order] = np.arange(1, len(order) + 1)
     total, done = int(counts.sum()), 0
-    with DatasetWriter(output, "s", {"synthetic": dataclasses.asdict(config)}) as writer:
+    with DatasetWriter(output, LogSpec(), {"synthetic": dataclasses.asdict(config)}) as writer:
         for block in generate(config):
             writer.write(pa.table({USER: block.user, ITEM: index[block.item], TIME: block.timestamp}))
             done += len(block.user)

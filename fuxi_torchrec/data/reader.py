@@ -218,8 +218,9 @@ class Reader:
         reasons["a value is null"] = _with_nulls(columns, rows)
         reasons["times are not in order"] = _unsorted(columns[TIME])
         reasons["a time is negative"] = _any_in_row(columns[TIME], lambda v: v < 0)
-        largest = self.dataset.info.items
-        reasons[f"an item is not in 1 .. {largest}"] = _any_in_row(columns[ITEM], lambda v: (v < 1) | (v > largest))
+        least, largest = int(self.dataset.info.log.rare_items == "drop"), self.dataset.info.items
+        outside = _any_in_row(columns[ITEM], lambda v: (v < least) | (v > largest))
+        reasons[f"an item is not in {least} .. {largest}"] = outside
         for side in self.dataset.info.sides:
             if side.name in columns:
                 outside = _outside(columns[side.name], side.cardinality)

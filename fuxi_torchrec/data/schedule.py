@@ -12,6 +12,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fuxi_torchrec.events.batching import batch_ends
+
 Ints = NDArray[np.int64]
 Truncation = Literal["recent", "windows"]
 
@@ -181,15 +183,7 @@ class Schedule:
     def _parts(self, batch: Ints, max_events: int | None) -> list[Ints]:
         if max_events is None or not len(batch):
             return [batch]
-        parts: list[list[int]] = [[]]
-        room = max_events
-        for index, cost in zip(batch.tolist(), self.sequences.cost[batch].tolist(), strict=True):
-            if cost > room and parts[-1]:
-                parts.append([])
-                room = max_events
-            parts[-1].append(index)
-            room -= cost
-        return [np.asarray(part, np.int64) for part in parts]
+        return np.split(batch, batch_ends(self.sequences.cost[batch], max_events)[:-1])
 
     def _epoch(self, epoch: int) -> list[tuple[Ints, Ints]]:
         """Of each stream: its sequences in order, and the step of each; the last epoch asked for is kept."""

@@ -31,7 +31,7 @@ from fuxi_torchrec.data.dataset import (
 )
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.filesystem import exists, is_local, resolve, write_bytes
-from fuxi_torchrec.events.times import TimeUnit
+from fuxi_torchrec.events.log import LogSpec
 
 ROW_GROUP_EVENTS = 2**16  # small: the reader mixes several row groups of every stream
 FILE_EVENTS = 2**23
@@ -77,16 +77,16 @@ class DatasetWriter:
 
     Args:
         output: where; must not exist.
-        time_unit: of the timestamps.
+        log: how the log was read.
         source: how it was made, for ``dataset.json``.
 
     Attributes:
         scratch: a directory beside a local output that goes away, at the latest with the next attempt; None remotely.
     """
 
-    def __init__(self, output: str | Path, time_unit: TimeUnit, source: dict[str, Any]) -> None:
+    def __init__(self, output: str | Path, log: LogSpec, source: dict[str, Any]) -> None:
         self.output = str(output).rstrip("/")
-        self.time_unit, self.source = time_unit, source
+        self.log, self.source = log, source
         self.place = self.output
         self.scratch: str | None = None
         self._local = NewDirectory(self.output) if is_local(output) else None
@@ -188,7 +188,7 @@ class DatasetWriter:
         lengths = np.concatenate(self._lengths)
         info = DatasetInfo(
             version=VERSION,
-            time_unit=self.time_unit,
+            log=self.log,
             users=len(lengths),
             items=items,
             events=int(lengths.sum()),

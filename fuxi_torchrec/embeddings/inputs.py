@@ -14,6 +14,7 @@ from torchrec.streamable import Pipelineable
 
 from fuxi_torchrec.data.batches import EventBatch, SideFeature
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE
+from fuxi_torchrec.tasks.base import Targets
 
 Ints = NDArray[np.int64]
 
@@ -23,20 +24,15 @@ _MARK_SHARE = 1 / 16
 
 @dataclass
 class ModelInput(Pipelineable):
-    """One micro-batch of a process: T events of B sequences, P of them with a target.
+    """One micro-batch of a rank: T events of B sequences.
 
-    Every item that occurs (inputs, targets, candidates) is looked up once; ``*_rows`` say where it is in the result.
+    Every item that occurs (inputs and what the task asks for) is looked up once; its row is its place in the result.
 
     Attributes:
         items: the U distinct items, one bag each; then empty bags, up to the largest U of all processes.
         sides: one bag per event and side feature, or None.
         input_rows: (T,) rows of the input events.
-        target_positions: (P,) the events with a target.
-        target_rows: (P,) rows of the targets.
-        target_weights: (P,) float32.
-        candidate_rows: (M,) rows of one pool for all positions, or (P, K) of a pool for each.
-        candidate_log_weights: (M,) float32, or None.
-        target_column: (P,) where the pool holds the position's own target, −1 if it does not; None for pools of (P, K).
+        targets: what the task compares, its items by their rows.
         timestamps, request_timestamps, offsets: as in EventBatch; offsets stay on the host.
         loss_scale: multiplies the summed loss, so that gradients averaged over processes are those of the global mean.
     """
@@ -44,12 +40,7 @@ class ModelInput(Pipelineable):
     items: KeyedJaggedTensor
     sides: KeyedJaggedTensor | None
     input_rows: Tensor
-    target_positions: Tensor
-    target_rows: Tensor
-    target_weights: Tensor
-    candidate_rows: Tensor
-    candidate_log_weights: Tensor | None
-    target_column: Tensor | None
+    targets: Targets
     timestamps: Tensor
     request_timestamps: Tensor
     offsets: Tensor
@@ -61,9 +52,7 @@ class ModelInput(Pipelineable):
             return self
 
         def move(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=non_blocking)
-            return value.to(device, non_blocking=non_blocking) if isinstance(value, KeyedJaggedTensor) else value
+            return value.to(device, non_blocking=non_blocking) if isinstance(value, _MOVED) else value
 
         moved = {each.name: move(getattr(self, each.name)) for each in fields(self) if each.name != "offsets"}
         return replace(self, **moved)
@@ -72,56 +61,31 @@ class ModelInput(Pipelineable):
         """Keep the memory until the stream is done with it."""
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name != "offsets" and isinstance(value, Tensor | KeyedJaggedTensor):
+            if each.name != "offsets" and isinstance(value, _MOVED):
                 value.record_stream(stream)
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """What targets are compared with.
-
-    Attributes:
-        ids: (M,) distinct items for all positions, or (P, K) for each.
-        log_weights: (M,) float32 added to the scores, or None.
-    """
-
-    ids: Ints
-    log_weights: NDArray[np.float32] | None = None
+_MOVED = (Tensor, KeyedJaggedTensor, Targets)
 
 
-def make_input(
-    batch: EventBatch, weights: Tensor, candidates: Candidates, table_rows: int, sides: Sequence[str] = ()
-) -> ModelInput:
-    """A batch as one process sees it, before the processes have agreed on bag counts.
+def make_input(batch: EventBatch, targets: Targets, table_rows: int, sides: Sequence[str] = ()) -> ModelInput:
+    """A batch as one rank sees it, before the ranks have exchanged their sizes.
 
     Args:
         batch: the events.
-        weights: (T,) of each event's target; positions of weight 0 are left out.
-        candidates: what targets are compared with; (P, K) pools are in the order of the positions left.
+        targets: what the task asks for, its items by their ids.
         table_rows: of the item table.
         sides: side features, in the order of the tables.
     """
-    positions = torch.nonzero(weights > 0).squeeze(1)
-    targets = batch.targets[positions]
-    parts = [batch.items.numpy(), targets.numpy(), candidates.ids.reshape(-1)]
-    unique, rows = deduplicate(np.concatenate(parts), table_rows)
-    input_rows, target_rows, candidate_rows = np.split(rows, np.cumsum([len(part) for part in parts])[:-1])
-    column = None
-    if candidates.ids.ndim == 1:
-        column_of_row = np.full(len(unique), -1, np.int64)
-        column_of_row[candidate_rows] = np.arange(len(candidate_rows))
-        column = torch.from_numpy(column_of_row[target_rows])
-    log_weights = None if candidates.log_weights is None else torch.from_numpy(candidates.log_weights)
+    parts = [batch.items, *targets.items.values()]
+    unique, rows = deduplicate(np.concatenate([part.numpy().reshape(-1) for part in parts]), table_rows)
+    found = torch.from_numpy(rows).split([part.numel() for part in parts])
+    looked_up = {name: r.view(ids.shape) for (name, ids), r in zip(targets.items.items(), found[1:], strict=True)}
     return ModelInput(
         items=bags([ITEM_FEATURE], [SideFeature(torch.from_numpy(unique))]),
         sides=bags(list(sides), [batch.sides[name] for name in sides]) if sides else None,
-        input_rows=torch.from_numpy(input_rows),
-        target_positions=positions,
-        target_rows=torch.from_numpy(target_rows),
-        target_weights=weights[positions],
-        candidate_rows=torch.from_numpy(candidate_rows.reshape(candidates.ids.shape)),
-        candidate_log_weights=log_weights,
-        target_column=column,
+        input_rows=found[0],
+        targets=replace(targets, items=looked_up),
         timestamps=batch.timestamps,
         request_timestamps=batch.request_timestamps,
         offsets=batch.offsets,
@@ -143,23 +107,23 @@ def deduplicate(ids: Ints, table_rows: int) -> tuple[Ints, Ints]:
     return np.flatnonzero(present), (np.cumsum(present) - 1)[ids]
 
 
-def agree(inputs: Sequence[ModelInput], pad: bool) -> list[ModelInput]:
-    """The micro-batches of a step, with equal bag counts on all processes and the global loss scale: a collective.
+def sizes_of(inputs: Sequence[ModelInput]) -> Tensor:
+    """(micro-batches, 3) float64: items looked up, events, and the weight of the targets."""
+    sizes = [[len(x.items.lengths()), len(x.input_rows), float(x.targets.weights.double().sum())] for x in inputs]
+    return torch.tensor(sizes, dtype=torch.float64).view(-1, 3)
+
+
+def fitted(inputs: Sequence[ModelInput], everyone: Tensor, pad: bool) -> list[ModelInput]:
+    """The micro-batches of a step, with equal bag counts on all ranks and the global loss scale.
 
     Args:
-        inputs: this process's; every process has as many.
-        pad: fill up with empty bags to the largest count of any process.
+        inputs: this rank's; every rank has as many.
+        everyone: (ranks, micro-batches, 3) the sizes of all.
+        pad: fill up with empty bags to the largest count of any rank.
     """
-    size = dist.get_world_size()
-    mine = torch.tensor(
-        [[len(x.items.lengths()), len(x.input_rows), float(x.target_weights.double().sum())] for x in inputs],
-        dtype=torch.float64,
-    )
-    everyone = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(everyone, mine)
     weight = float(sum(part[:, 2].sum() for part in everyone))
-    scale = size / weight if weight else 0.0
-    largest = torch.stack(everyone).amax(0)[:, :2].long().tolist()
+    scale = len(everyone) / weight if weight else 0.0
+    largest = everyone.amax(0)[:, :2].long().tolist()
     return [
         replace(
             each,
@@ -169,6 +133,18 @@ def agree(inputs: Sequence[ModelInput], pad: bool) -> list[ModelInput]:
         )
         for each, (items, events) in zip(inputs, largest, strict=True)
     ]
+
+
+def agree(inputs: Sequence[ModelInput], pad: bool) -> list[ModelInput]:
+    """Exchange sizes and fit the inputs to them, see :func:`fitted`: a collective."""
+    return fitted(inputs, gathered(sizes_of(inputs)), pad)
+
+
+def gathered(mine: Tensor) -> Tensor:
+    """(ranks, ...) every rank's tensor, all of one shape: a collective."""
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return torch.stack(everyone)
 
 
 def bags(keys: list[str], features: Sequence[SideFeature]) -> KeyedJaggedTensor:

@@ -1,12 +1,13 @@
 """Which process holds which part of which table: planned by TorchRec, checked before, shown after."""
 
 import copy
+import dataclasses
 import hashlib
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ShardingPlan, ShardingType
 
-from fuxi_torchrec.config import OptimizerConfig
+from fuxi_torchrec.config import OptimizerConfig, Sharding
 from fuxi_torchrec.distributed import World, check_same, raise_on_all_ranks
 from fuxi_torchrec.embeddings.tables import Table, Tables, table_of
 
@@ -50,13 +51,11 @@ class _Sharder(EmbeddingBagCollectionSharder):
 def check_shardable(tables: Tables, optimizer: OptimizerConfig, world_size: int) -> None:
     """Refuse what TorchRec would refuse on one process only, or do wrong; needs no process group."""
     for table in tables.all:
-        if table.sharding == "row_wise":
-            block = -(-table.rows // world_size)
-            if block * (world_size - 1) >= table.rows:
-                raise ShardingError(
-                    f"{_key(table)}: {table.name} has {table.rows} rows, row_wise over {world_size} processes leaves "
-                    f"some without any: set {_key(table)}=data_parallel"
-                )
+        if table.sharding == "row_wise" and _leaves_ranks_empty(table.rows, world_size):
+            raise ShardingError(
+                f"{_key(table)}: {table.name} has {table.rows} rows, row_wise over {world_size} ranks leaves some "
+                f"without any: set {_key(table)}=data_parallel"
+            )
         if table.sharding == "column_wise" and table.dim % _ALIGNMENT:
             raise ShardingError(
                 f"{_key(table)}: column_wise needs model.dim to be a multiple of {_ALIGNMENT}, not {table.dim}"
@@ -90,14 +89,14 @@ def make_plan(
         memory_bytes: of a process's device, or its share of the host for "cpu"; TorchRec's own guess if None.
     """
     check_shardable(tables, optimizer, world_size)
-    constraints = {
-        table.name: ParameterConstraints(
-            sharding_types=[table.sharding],
-            compute_kernels=[_planned_kernel(table).value],
-            min_partition=_columns(table.dim, world_size) if table.sharding == "column_wise" else None,
+    constraints = {}
+    for table in tables.all:
+        kinds = choices(table, optimizer, world_size)
+        constraints[table.name] = ParameterConstraints(
+            sharding_types=list(kinds),
+            compute_kernels=sorted({_planned_kernel(kind).value for kind in kinds}),
+            min_partition=_columns(table.dim, world_size) if "column_wise" in kinds else None,
         )
-        for table in tables.all
-    }
     topology = TopologyFactory.create_topology(
         TrainerConfig(
             world_size=world_size,
@@ -120,8 +119,35 @@ def make_plan(
     return plan
 
 
-def _planned_kernel(table: Table) -> EmbeddingComputeKernel:
-    return EmbeddingComputeKernel.DENSE if table.sharding == "data_parallel" else EmbeddingComputeKernel.FUSED
+def choices(table: Table, optimizer: OptimizerConfig, world_size: int) -> tuple[Sharding, ...]:
+    """The shardings that TorchRec's planner may choose for a table: the one asked for, or with auto all exact ones."""
+    if table.sharding != "auto":
+        return (table.sharding,)
+    found: list[Sharding] = ["table_wise", "data_parallel"]
+    if not _leaves_ranks_empty(table.rows, world_size):
+        found.append("row_wise")
+    if optimizer.kind != "rowwise_adagrad" and table.dim % _ALIGNMENT == 0:
+        found.append("column_wise")
+    return tuple(found)
+
+
+def planned(plan: ShardingPlan, tables: Tables) -> Tables:
+    """The tables, each with the sharding that the plan gives it."""
+    chosen = {placement.table: placement.sharding for placement in placements(plan, tables)}
+
+    def resolved(table: Table) -> Table:
+        return dataclasses.replace(table, sharding=cast(Sharding, chosen[table.name]))
+
+    return Tables(resolved(tables.items), tuple(map(resolved, tables.sides)))
+
+
+def _leaves_ranks_empty(rows: int, world_size: int) -> bool:
+    """Whether row-wise sharding gives some ranks no row."""
+    return -(-rows // world_size) * (world_size - 1) >= rows
+
+
+def _planned_kernel(sharding: Sharding) -> EmbeddingComputeKernel:
+    return EmbeddingComputeKernel.DENSE if sharding == "data_parallel" else EmbeddingComputeKernel.FUSED
 
 
 def _columns(dim: int, world_size: int) -> int:

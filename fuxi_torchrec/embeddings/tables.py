@@ -64,7 +64,8 @@ class Tables:
 
     @property
     def needs_equal_bags(self) -> bool:
-        """Row-wise lookups need the same number of bags on every process."""
+        """Row-wise lookups need the same number of bags on every rank; asked of tables as they are planned."""
+        assert all(table.sharding != "auto" for table in self.all)
         return any(table.sharding == "row_wise" for table in self.all)
 
 

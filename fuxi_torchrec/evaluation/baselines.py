@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
-from fuxi_torchrec.evaluation.ranking import UNRANKED
+from fuxi_torchrec.tasks.rank_metrics import UNRANKED
 
 Ints = NDArray[np.int64]
 NAMES = ("popularity", "recent items", "frequent items", "transitions")

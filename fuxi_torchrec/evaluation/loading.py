@@ -7,20 +7,22 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fuxi_torchrec.config import Config, Sharding
-from fuxi_torchrec.data.batches import BatchMaker, EventBatch, Items
+from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
 from fuxi_torchrec.data.reader import Block, Reader, SideColumn
-from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks
+from fuxi_torchrec.data.splits import Part
+from fuxi_torchrec.data.survey import survey
+from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks, share_from_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.encoders.base import SequenceEncoder
-from fuxi_torchrec.encoders.state import States
-from fuxi_torchrec.evaluation.shares import Shares
-from fuxi_torchrec.evaluation.validation import event_rows
+from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
@@ -34,9 +36,6 @@ from fuxi_torchrec.training.run_directory import ITEMS, KnownItems, RunDirectory
 logger = get_logger(__name__)
 
 Ints = NDArray[np.int64]
-
-_EVENTS = 2**15  # events of a batch on a process
-_STATE_BYTES = 2**27  # of a batch's states, about
 
 
 class RetrievalError(ValueError):
@@ -73,34 +72,37 @@ class Loaded:
     unknown_items: int = 0
 
     @property
+    def users(self) -> UserEncoder:
+        """What encodes users."""
+        return UserEncoder(self.model, self.tables, self.world)
+
+    @property
     def module(self) -> SequenceModel:
         """The model inside its wrappers."""
-        module = self.model.module
-        assert isinstance(module, SequenceModel)
-        return module
+        return self.users.module
 
     @property
     def encoder(self) -> SequenceEncoder:
-        """Every process has all of it."""
-        return self.module.head.encoder
+        """Every rank has all of it."""
+        return self.module.encoder
 
-    def shares(self, users: Ints, events: Ints) -> Shares:
-        """Users divided among processes and into batches whose events and states are bounded.
+    def lengths(self) -> Ints:
+        """Events of each user, read on rank 0 for all: a collective."""
 
-        Args:
-            users: rows in order.
-            events: of each of them that are encoded.
-        """
-        return Shares.of(
-            users, events, self.world.size, _EVENTS, max(1, _STATE_BYTES // max(1, self.encoder.state_bytes))
-        )
+        def work() -> dict[str, Tensor]:
+            return {"lengths": torch.from_numpy(self.maker.reader.lengths())}
 
-    def states(self, batch: EventBatch) -> States:
-        """The users of a batch after their events: a collective."""
-        rows, ready = event_rows(self.model, batch, self.tables)
-        return self.encoder.append(
-            self.encoder.init_state(len(batch)), rows, ready.offsets, ready.timestamps, validate=False
-        )
+        return share_from_rank_0(self.world, "reading the dataset", work)["lengths"].numpy()
+
+    def users_with(self, part: Part) -> tuple[Ints, Ints]:
+        """Events of each user, and rows of those who have a target, read on rank 0 for all: a collective."""
+
+        def work() -> dict[str, Tensor]:
+            found = survey(self.maker, part)
+            return {"lengths": torch.from_numpy(found.lengths), "users": torch.from_numpy(found.users_with)}
+
+        found = share_from_rank_0(self.world, "reading the dataset", work)
+        return found["lengths"].numpy(), found["users"].numpy()
 
 
 def load(

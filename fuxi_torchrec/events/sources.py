@@ -1,6 +1,6 @@
-"""Where events come from: each source is a SQL query over files, with columns user, item, time, and what it adds.
+"""Where events come from: files, how they are read, and what their columns mean.
 
-A source says what the columns mean; everything after that (checks, filters, vocabulary, sorting) is the same for all.
+Everything after that (checks, filters, vocabulary, sorting) is the same for all.
 """
 
 import glob
@@ -12,70 +12,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import duckdb
 import pyarrow.parquet as pq
 
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.log import LogSpec, literal, quote
 from fuxi_torchrec.events.times import TimeUnit
 
 
 @dataclass(frozen=True)
 class Source:
-    """Event logs as SQL sees them.
+    """Files of a log as SQL sees them.
 
     Attributes:
         files: in the order that decides ties.
-        reader: SQL table over the files: the columns below, the file's name, and perhaps the order of the rows.
-        user, item, time: column names or SQL expressions.
-        time_unit: of the time expression.
-        columns: columns that must exist.
-        where: SQL condition on the log's own columns.
-        target: SQL expression, the event's weight as a target.
-        sides: columns kept as side features.
-        min_user_events, min_item_events: iterative k-core.
+        reader: SQL table over the files: the log's own columns, the file's name, and perhaps the order of the rows.
+        log: what the columns mean.
         rows_per_file: if the reader numbers the rows: what the numbers of neighbouring files differ by.
     """
 
     files: tuple[str, ...]
     reader: str
-    user: str
-    item: str
-    time: str
-    time_unit: TimeUnit
-    columns: tuple[str, ...]
-    where: str | None = None
-    target: str | None = None
-    sides: tuple[str, ...] = ()
-    min_user_events: int = 1
-    min_item_events: int = 1
-    iterate: bool = True
-    check_time_type: bool = False
+    log: LogSpec
     rows_per_file: int = 0
 
 
-# DuckDB's types that fit into 64 bits, signed
-INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
-_TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
 # endings of logs
 LOGS = (".parquet", ".csv", ".csv.gz", ".tsv")
-
-
-def time_sql(column: str, kind: str, unit: str) -> str | None:
-    """SQL for a column's times in a unit: integers are in it already; None if the type cannot be used."""
-    if kind in (*INTEGERS, "UBIGINT"):
-        return f"CAST({column} AS BIGINT)"
-    if kind.startswith("TIMESTAMP") or kind == "DATE":
-        return f"CAST(floor({_TIMESTAMP[unit]}({column})) AS BIGINT)"
-    return None
-
-
-def quote(name: str) -> str:
-    """An SQL identifier."""
-    return '"' + name.replace('"', '""') + '"'
-
-
-def literal(text: str) -> str:
-    """An SQL string."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 def read_files(files: Sequence[str], kind: str, options: str = "") -> str:
@@ -129,10 +92,10 @@ def find_logs(path: str) -> tuple[list[str], Literal["parquet", "csv"]]:
     return files, "parquet" if all(parquet) else "csv"
 
 
-def csv_options(files: Sequence[str]) -> str:
+def csv_options(files: Sequence[str], sample: int = -1) -> str:
     """How DuckDB reads them: the whole file decides a column's type, so nothing is rounded or refused half-way."""
     delimiter = "\t" if all(name.endswith(".tsv") for name in files) else ","
-    return f"header = true, union_by_name = true, sample_size = -1, delim = {literal(delimiter)}"
+    return f"header = true, union_by_name = true, sample_size = {sample}, delim = {literal(delimiter)}"
 
 
 def _most_rows(files: Sequence[str]) -> int:
@@ -146,6 +109,31 @@ def _most_rows(files: Sequence[str]) -> int:
     return most
 
 
+def of_log(path: str, log: LogSpec) -> Source:
+    """CSV or Parquet logs with the columns of a spec. Text columns of a CSV stay as they are written: 007 is not 7."""
+    files, kind = find_logs(path)
+    if kind == "csv":
+        text = [name for name, type_ in log.columns.items() if type_ == "VARCHAR"]
+        there = _header(files) if text else []
+        types = ", ".join(f"{literal(name)}: 'VARCHAR'" for name in text if name in there)
+        options = csv_options(files) + (f", types = {{{types}}}" if types else "")
+        return Source(tuple(files), read_files(files, "read_csv", f", {options}"), log)
+    most = _most_rows(files)
+    if any("file_row_number" in pq.read_schema(name).names for name in files):
+        return Source(tuple(files), read_files(files, "read_parquet", ", union_by_name = true"), log)
+    return Source(tuple(files), _parquet(files, most), log, most)
+
+
+def _header(files: Sequence[str]) -> list[str]:
+    """Names of all columns of CSV files."""
+    reader = read_files(files, "read_csv", f", {csv_options(files, sample=1)}, all_varchar = true")
+    try:
+        with duckdb.connect() as connection:
+            return [row[0] for row in connection.execute(f"DESCRIBE SELECT * FROM {reader}").fetchall()]
+    except duckdb.Error as error:
+        raise DataError(f"{files[0]}: {str(error).split(chr(10))[0]}") from None
+
+
 def events(
     path: str,
     user_column: str,
@@ -157,6 +145,7 @@ def events(
     where: str | None = None,
     min_user_events: int = 1,
     min_item_events: int = 1,
+    rare_items: Literal["drop", "unknown"] = "drop",
 ) -> Source:
     """CSV or Parquet logs with named columns."""
     for name in side_columns:
@@ -168,29 +157,17 @@ def events(
             raise DataError(
                 f"side column {name} is named twice, or like one of the dataset's own: {', '.join(RESERVED)}"
             )
-    files, kind = find_logs(path)
-    rows_per_file = 0
-    if kind == "parquet":
-        most = _most_rows(files)
-        reader = read_files(files, "read_parquet", ", union_by_name = true")
-        if not any("file_row_number" in pq.read_schema(name).names for name in files):
-            reader, rows_per_file = _parquet(files, most), most
-    else:
-        reader = read_files(files, "read_csv", f", {csv_options(files)}")
-    return Source(
-        tuple(files),
-        reader,
+    log = LogSpec(
         *(quote(user_column), quote(item_column), quote(time_column)),
         time_unit,
-        columns=(user_column, item_column, time_column, *side_columns),
         where=where,
         target=target_expression,
-        sides=tuple(side_columns),
+        features=tuple(side_columns),
         min_user_events=min_user_events,
         min_item_events=min_item_events,
-        check_time_type=True,
-        rows_per_file=rows_per_file,
+        rare_items=rare_items,
     )
+    return of_log(path, log)
 
 
 def published_file(path: str, name: str, into: str) -> str:
@@ -217,16 +194,15 @@ def published_file(path: str, name: str, into: str) -> str:
 def ml_1m(path: str, scratch: str) -> Source:
     """MovieLens-1M's ``ratings.dat``: UserID::MovieID::Rating::Timestamp."""
     file = published_file(path, "ratings.dat", scratch)
-    columns = "{'user': 'BIGINT', 'item': 'BIGINT', 'rating': 'BIGINT', 'time': 'BIGINT'}"
+    columns = "{'user_id': 'BIGINT', 'item_id': 'BIGINT', 'rating': 'BIGINT', 'timestamp': 'BIGINT'}"
     reader = read_files([file], "read_csv", f", delim = '::', header = false, auto_detect = false, columns = {columns}")
-    return Source((file,), reader, "user", "item", "time", "s", ("user", "item", "time"))
+    return Source((file,), reader, LogSpec())
 
 
 def ml_20m(path: str, scratch: str) -> Source:
     """MovieLens-20M's ``ratings.csv``: userId, movieId, rating, timestamp."""
     file = published_file(path, "ratings.csv", scratch)
-    reader = read_files([file], "read_csv", ", header = true")
-    return Source((file,), reader, '"userId"', '"movieId"', '"timestamp"', "s", ("userId", "movieId", "timestamp"))
+    return Source((file,), read_files([file], "read_csv", ", header = true"), LogSpec('"userId"', '"movieId"'))
 
 
 def kuairand_27k(path: str, keep_negative: bool = False, min_item_events: int = 101) -> Source:
@@ -235,29 +211,25 @@ def kuairand_27k(path: str, keep_negative: bool = False, min_item_events: int = 
     files = sorted(str(p) for p in Path(path).rglob(pattern)) if os.path.isdir(path) else sorted(glob.glob(path))
     if not files:
         raise DataError(f"{path}: no {pattern} below it")
-    names = ("user_id", "video_id", "time_ms", "is_hate")
-    return Source(
-        tuple(files),
-        read_files(files, "read_csv", ", header = true, union_by_name = true"),
-        *("user_id", "video_id", "time_ms"),
-        "ms",
-        names,
+    log = LogSpec(
+        item="video_id",
+        time="time_ms",
+        time_unit="ms",
         where=None if keep_negative else "is_hate = 0",
         min_item_events=min_item_events,
         iterate=False,
     )
+    return Source(tuple(files), read_files(files, "read_csv", ", header = true, union_by_name = true"), log)
 
 
 def kuairec(path: str, scratch: str, min_events: int = 5) -> Source:
     """KuaiRec's ``big_matrix.csv``: timestamps are seconds with a fraction, kept as milliseconds; 5-core."""
     file = published_file(path, "big_matrix.csv", scratch)
-    names = ("user_id", "video_id", "timestamp")
-    return Source(
-        (file,),
-        read_files([file], "read_csv", ", header = true"),
-        *("user_id", "video_id", "CAST(round(timestamp * 1000) AS BIGINT)"),
-        "ms",
-        names,
+    log = LogSpec(
+        item="video_id",
+        time="CAST(round(timestamp * 1000) AS BIGINT)",
+        time_unit="ms",
         min_user_events=min_events,
         min_item_events=min_events,
     )
+    return Source((file,), read_files([file], "read_csv", ", header = true"), log)

@@ -10,7 +10,7 @@ PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 YEAR = 31_556_952  # seconds
 DAY = 86_400
-BEFORE, AFTER = 40, 100  # years from an export's as_of that a time can be
+BEFORE, AFTER = 40, 100  # years from an export's as_of that a time is plausible
 
 
 def show_time(value: int, unit: str) -> str:
@@ -28,9 +28,9 @@ def show_time(value: int, unit: str) -> str:
 
 
 def bounds(as_of: int, unit: str) -> tuple[int, int]:
-    """The first and last time that can be meant. Seconds since 1970, taken as milliseconds, lie before the first.
+    """The first and last plausible time. Seconds since 1970, taken as milliseconds, lie before the first.
 
-    The present is always among them, also of an export with an event at a time to come.
+    The present is always among them, also of an export with an event in the future.
     """
     year, present = YEAR * PER_SECOND[unit], _today(unit)
     return max(0, min(as_of, present) - BEFORE * year), max(as_of, present) + AFTER * year
@@ -39,14 +39,14 @@ def bounds(as_of: int, unit: str) -> tuple[int, int]:
 def last_event(as_of: int, unit: str) -> int:
     """The last time that an event can have: the end of tomorrow, for clocks that go wrong.
 
-    An export that is ahead of the clock, most likely of made-up data, takes events of a year more.
+    An export that is ahead of the clock, most likely of synthetic data, takes events of a year more.
     """
     tomorrow = _today(unit) + 2 * DAY * PER_SECOND[unit]
     return tomorrow if as_of <= tomorrow else as_of + YEAR * PER_SECOND[unit]
 
 
 def check_time(value: int, as_of: int, unit: str, what: str = "time") -> int:
-    """A time that can be meant: from 40 years before the export, or now, to 100 years after.
+    """A plausible time: from 40 years before the export, or now, to 100 years after.
 
     Example:
         >>> check_time(1_700_000_000_000, 1_700_000_000, "s")
@@ -66,10 +66,10 @@ def check_time(value: int, as_of: int, unit: str, what: str = "time") -> int:
 
 
 def check_event_time(value: int, as_of: int, unit: str, what: str = "timestamp") -> int:
-    """The time of an event: one that can be meant, and has come."""
+    """The time of an event: a plausible one, not in the future."""
     check_time(value, as_of, unit, what)
     if value > last_event(as_of, unit):
-        raise ValueError(f"{what} {value} ({show_time(value, unit)}) is yet to come: events have happened")
+        raise ValueError(f"{what} {value} ({show_time(value, unit)}) is in the future: events have happened")
     return value
 
 

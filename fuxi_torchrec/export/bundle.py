@@ -4,6 +4,7 @@ manifest.json                written last: a directory without it is not an expo
 encoder.safetensors          the encoder's parameters, by their names in its class
 tables.safetensors           item_table (items + 1, D), and side_NAME of each side feature: raw rows
 sides/NAME.parquet           value, index: what text values of a side feature stand for; none if they are numbers
+other-items.parquet          item_id: items of the dataset that the model does not know; index 0 in histories
 items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
 users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
 histories/part-00000.parquet user_id, item, timestamp, side features: the encoded events, row by row as in users/
@@ -28,11 +29,13 @@ from fuxi_torchrec.encoders.norms import unit_length
 from fuxi_torchrec.encoders.registry import config_from, make_encoder
 from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.log import LogSpec
+from fuxi_torchrec.events.times import TimeUnit
 
 VERSION = 2
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
 ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
-SIDES = "sides"
+SIDES, OTHER_ITEMS = "sides", "other-items.parquet"
 ITEM_TABLE = "item_table"
 
 
@@ -58,7 +61,7 @@ class Manifest:
         similarity, temperature: score = <q, e> / temperature, both of unit length for ``cosine``; embeddings in the
             export are scaled so that their inner product, over the temperature, is the score.
         dimension: of the embeddings.
-        time_unit: of every time.
+        log: how the events were read, and later ones are.
         as_of: when the users were asked.
         max_length: events encoded of a user, the latest.
         state_min_events: users with fewer have no state and are encoded again from their history.
@@ -80,7 +83,6 @@ class Manifest:
     similarity: Literal["cosine", "dot"]
     temperature: float
     dimension: int
-    time_unit: str
     as_of: int
     max_length: int
     state_min_events: int
@@ -90,6 +92,7 @@ class Manifest:
     states: int
     item_id_type: str
     user_id_type: str
+    log: LogSpec
     sides: tuple[SideTable, ...] = ()
     index: dict[str, Any] = field(default_factory=dict)
     dataset: str = ""
@@ -98,6 +101,11 @@ class Manifest:
     files: dict[str, FileEntry] = field(default_factory=dict)
     parent: dict[str, Any] | None = None
     version: int = VERSION
+
+    @property
+    def time_unit(self) -> TimeUnit:
+        """Of every time."""
+        return self.log.time_unit
 
     def to_json(self) -> str:
         """As it is written."""
@@ -112,6 +120,7 @@ class Manifest:
                 raise ExportError(
                     f"{path}: export of version {plain['version']}, this software reads version {VERSION}: export again"
                 )
+            plain["log"] = LogSpec.from_dict(plain["log"])
             plain["sides"] = tuple(SideTable(**side) for side in plain["sides"])
             plain["files"] = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
             return Manifest(**plain)
@@ -143,8 +152,8 @@ class Bundle:
         return Bundle(path, manifest)
 
     def parts(self, folder: str) -> list[Path]:
-        """The files of a folder, in order."""
-        return [self.path / name for name in sorted(self.manifest.files) if name.startswith(folder + "/")]
+        """The files of a folder, in order; a file is its own."""
+        return [self.path / name for name in sorted(self.manifest.files) if f"{name}/".startswith(folder + "/")]
 
     def check(self, *folders: str) -> None:
         """Refuse folders with a file whose contents are not as the manifest says."""

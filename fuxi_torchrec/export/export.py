@@ -38,7 +38,7 @@ from fuxi_torchrec.export.job import ExportJob, id_type
 from fuxi_torchrec.export.options import ExportOptions
 from fuxi_torchrec.export.programs import detached, write_programs
 from fuxi_torchrec.export.states import TRAILER_BYTES
-from fuxi_torchrec.export.tables import model_id, write_items, write_tables
+from fuxi_torchrec.export.tables import model_id, write_items, write_other_items, write_tables
 from fuxi_torchrec.export.users import export_users
 from fuxi_torchrec.logging import get_logger
 
@@ -53,6 +53,8 @@ RULES = {
     "number of events before it, events the number encoded",
     "states": "users with at least state_min_events encoded events have a state; state_row is -1 for others",
     "items": "index 0 is an item nobody knows: part of histories, never recommended",
+    "rare items": "an item of later events that neither the model nor other-items.parquet has is index 0 too, unless "
+    "log.rare_items is drop and log.min_item_events above 1: then its events are left out until the next full export",
     "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
 }
 
@@ -141,6 +143,7 @@ class _Exporter(ExportJob):
         write_tables(self)
         weights = model_id(self)
         items = write_items(self)
+        run_on_rank_0(self.world, "writing other items", lambda: write_other_items(self))
         self._side_values()
         users, states = export_users(self, weights)
         index = self._index(items)
@@ -151,10 +154,8 @@ class _Exporter(ExportJob):
         manifest = Manifest(
             model=strict_yaml.to_dict(config)["model"],
             model_id=weights,
-            similarity=self.similarity,
-            temperature=config.loss.temperature,
+            **self.run.module.task.exported(),
             dimension=config.model.dim,
-            time_unit=info.time_unit,
             as_of=self.as_of,
             max_length=config.batch.max_length,
             state_min_events=self.options.state_min_events,
@@ -164,6 +165,7 @@ class _Exporter(ExportJob):
             states=states,
             item_id_type=id_type(self.run.vocabulary.ids.type),
             user_id_type=id_type(self.run.maker.reader.ids_of(np.zeros(0, np.int64)).type),
+            log=info.log,
             sides=self.sides,
             index=index,
             dataset=info.fingerprint,

@@ -8,6 +8,7 @@ import zlib
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import ENCODER, ITEM_TABLE, ITEMS, TABLES, ExportError, FileEntry, scaled
+from fuxi_torchrec.export.bundle import ENCODER, ITEM_TABLE, ITEMS, OTHER_ITEMS, TABLES, ExportError, FileEntry, scaled
 from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
 from fuxi_torchrec.export.parts import part_name
 from fuxi_torchrec.export.programs import detached
@@ -111,6 +112,22 @@ def write_items(job: ExportJob) -> int:
         sync(job.directory / name)
         job.own_files.append(name)
     return summed(count)
+
+
+def write_other_items(job: ExportJob) -> None:
+    """Items of the dataset that the model does not know: their events are part of histories, where those of items that
+    the dataset left out are not. Nothing if it leaves none out.
+    """
+    info = job.run.dataset.info
+    if not info.log.drops_rare_items:
+        return
+    there = job.run.dataset.vocabulary()
+    ids = plain_ids(there.ids)
+    known = plain_ids(job.run.vocabulary.ids).filter(pa.array(job.run.items.known[1:]))
+    others = pc.and_(pa.array(there.counts > 0), pc.invert(pc.is_in(ids, value_set=known)))
+    pq.write_table(pa.table({"item_id": ids.filter(others)}), job.directory / OTHER_ITEMS)
+    sync(job.directory / OTHER_ITEMS)
+    job.own_files.append(OTHER_ITEMS)
 
 
 def _item_table(schema: pa.Schema, ids: pa.Array, index: Ints, vectors: torch.Tensor) -> pa.Table:

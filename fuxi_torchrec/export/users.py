@@ -28,21 +28,20 @@ _PART_EVENTS, _PART_USERS = 2**22, 2**16  # of a file of users
 def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
     """Users, their histories and states; how many users and states there are in all."""
     run, max_length = job.run, job.run.config.batch.max_length
-    with raise_on_all_ranks("reading the dataset"):
-        lengths = run.maker.reader.lengths()
+    lengths = run.lengths()
     rows = np.flatnonzero(lengths > 0)
     encoded = np.minimum(lengths[rows], max_length)
     _show_states(job, encoded)
-    shares = run.shares(rows, encoded)
-    plan = [_parts(batches, encoded, rows) for batches in shares.batches]
+    partition = run.users.partition(rows, encoded)
+    plan = [_parts(batches, encoded, rows) for batches in partition.batches]
     number = sum(max(each, default=-1) + 1 for each in plan[: job.world.rank])  # of this process's first part
     until = job.as_of if job.as_of < run.dataset.info.last_time else None
     own, progress, done, part = plan[job.world.rank], ProgressLines("encoded", len(rows), "users"), 0, None
     users = states = 0
-    for step in range(len(shares.batches[0])):
+    for step in range(len(partition.batches[0])):
         with raise_on_all_ranks("reading users"):
-            batch, before = run.maker.histories(shares.batches[job.world.rank][step], max_length, until)
-        state = run.states(batch)
+            batch, before = run.maker.histories(partition.batches[job.world.rank][step], max_length, until)
+        state = run.users.states(batch)
         with raise_on_all_ranks("writing users"):
             if step < len(own):
                 part = part or _Part(job, number + own[step], model_id)
@@ -54,7 +53,7 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
                 if step + 1 == len(own) or own[step + 1] != own[step]:
                     part.finish()
                     users, states, part = users + part.users, states + part.states, None
-        done += sum(len(batches[step]) for batches in shares.batches)
+        done += sum(len(batches[step]) for batches in partition.batches)
         progress.show(done)
     return summed(users), summed(states)
 

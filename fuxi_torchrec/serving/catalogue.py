@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import INDEX, ITEMS, SIDES, Bundle, ExportError
+from fuxi_torchrec.export.bundle import INDEX, ITEMS, OTHER_ITEMS, SIDES, Bundle, ExportError
 from fuxi_torchrec.export.parts import combined, read_table
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.options import Search
 
 logger = get_logger(__name__)
 
-UNKNOWN = 0
+UNKNOWN, LEFT_OUT = 0, -1
 _SCORES = 2**22  # scores held at once
 
 
@@ -28,35 +28,45 @@ class Vocabulary:
     Args:
         ids: raw ids of the recommendable items, by index.
         index: (n,) their dense indices, rising.
+        others: raw ids that are unknown; any other one is left out. None leaves nothing out.
     """
 
-    def __init__(self, ids: pa.Array, index: Ints) -> None:
-        self.ids, self.index = ids, index
+    def __init__(self, ids: pa.Array, index: Ints, others: pa.Array | None = None) -> None:
+        self.ids, self.index, self.others = ids, index, others
 
     @staticmethod
     def read(bundle: Bundle) -> "Vocabulary":
-        """From items/."""
+        """From items/, and the rule for rare items."""
         tables = [read_table(path, ["item_id", "index"]) for path in bundle.parts(ITEMS)]
         index: Ints = np.concatenate([table["index"].to_numpy().astype(np.int64) for table in tables])
         if len(index) != bundle.manifest.items or (np.diff(index, prepend=UNKNOWN) <= 0).any():
             raise ExportError(f"{bundle.path / ITEMS}: indices must rise from 1, {bundle.manifest.items} of them")
-        return Vocabulary(pa.concat_arrays([combined(table["item_id"]) for table in tables]), index)
+        ids, others = pa.concat_arrays([combined(table["item_id"]) for table in tables]), None
+        if bundle.manifest.log.drops_rare_items:
+            others = combined(read_table(bundle.path / OTHER_ITEMS, ["item_id"])["item_id"])
+        return Vocabulary(ids, index, others)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def find(self, raw: pa.Array) -> Ints:
-        """Dense indices of many raw ids, 0 for unknown ones."""
+        """Dense indices of many raw ids; UNKNOWN, or LEFT_OUT for rare ones whose events do not count."""
         places = pc.fill_null(pc.index_in(raw, value_set=self.ids), -1).to_numpy(zero_copy_only=False)
-        return np.where(places < 0, UNKNOWN, self.index[places]).astype(np.int64)
+        found = np.where(places < 0, UNKNOWN, self.index[places]).astype(np.int64)
+        if self.others is not None:
+            known = pc.is_in(raw, value_set=self.others).to_numpy(zero_copy_only=False)
+            found[(found == UNKNOWN) & ~known] = LEFT_OUT
+        return found
 
     @cached_property
     def _of_raw(self) -> dict[Any, int]:
-        return dict(zip(self.ids.to_pylist(), self.index.tolist(), strict=True))
+        others = dict.fromkeys(self.others.to_pylist() if self.others is not None else (), UNKNOWN)
+        return others | dict(zip(self.ids.to_pylist(), self.index.tolist(), strict=True))
 
     def find_few(self, raw: Sequence[Any]) -> list[int]:
         """The same of a few, fast."""
-        return [self._of_raw.get(item, UNKNOWN) for item in raw]
+        missing = UNKNOWN if self.others is None else LEFT_OUT
+        return [self._of_raw.get(item, missing) for item in raw]
 
 
 def side_values(bundle: Bundle) -> dict[str, dict[str, int]]:
@@ -81,7 +91,7 @@ class Catalogue(Vocabulary):
 
     def __init__(self, bundle: Bundle, search: Search) -> None:
         known = Vocabulary.read(bundle)
-        super().__init__(known.ids, known.index)
+        super().__init__(known.ids, known.index, known.others)
         self.temperature = bundle.manifest.temperature
         width = bundle.manifest.dimension
         vectors = [

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.encoders.state import EncoderState, States
+from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.features import SideTable
-from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
 
 AT_ONCE = 2**16  # events that are encoded in one call
@@ -75,14 +76,7 @@ class UserModel:
 
 def batches(cost: Ints, users: int = 512) -> list[int]:
     """Ends of consecutive batches of about AT_ONCE events and at most so many users."""
-    ends: list[int] = []
-    total = bounds_of(cost)
-    first = 0
-    while first < len(cost):
-        end = int(np.searchsorted(total, total[first] + AT_ONCE, side="right")) - 1
-        first = min(max(first + 1, end), first + users, len(cost))
-        ends.append(first)
-    return ends
+    return batch_ends(cost, AT_ONCE, users)
 
 
 def _lookup(table: Tensor, index: Ints, what: str) -> Tensor:

@@ -1,7 +1,7 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
-import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
-from fuxi_torchrec.serving.catalogue import UNKNOWN, Catalogue, side_values
+from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, side_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
+from fuxi_torchrec.serving.log_filter import LogFilter
 from fuxi_torchrec.serving.options import RecommenderOptions, Search, Verify
 from fuxi_torchrec.serving.replay import packed, replay
 from fuxi_torchrec.serving.requests import (
@@ -28,6 +29,7 @@ from fuxi_torchrec.serving.requests import (
     Request,
     Sides,
     UserId,
+    make_events,
     plain,
 )
 from fuxi_torchrec.serving.stored import StoredUsers
@@ -57,12 +59,13 @@ class Recommender:
         texts = side_values(bundle)
         self._rows = {name: len(table) for name, table in self._model.sides.items() if name not in texts}
         self._checks = Checks(self.manifest, self._rows)
+        self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         stored = StoredUsers(bundle, self._model)
         self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, options.cache_mib << 20)
         self.max_recent_events = options.max_recent_events
         self._log = log
         if content is not None:
-            replay(content, log, self.manifest, self.users, self._catalogue)
+            replay(content, bundle.manifest, self._catalogue, self.users, log)
 
     @staticmethod
     def load(
@@ -177,38 +180,42 @@ class Recommender:
         k: int = 10,
         exclude_seen: bool = False,
         sides: Sequence[Sides] | None = None,
+        columns: Sequence[dict[str, Any]] | None = None,
     ) -> Answer:
         """The best items after a history that nobody stores: an anonymous session.
 
         The last ``max_length`` events count, as for users of an export.
 
         Args:
-            items: raw ids; unknown ones count as "an item I do not know".
+            items: raw ids; unknown ones count as "an item I do not know", unless the dataset leaves rare items out.
             timestamps: rising, in the export's unit.
             time: of the request.
             sides: side features, a dictionary per event.
+            columns: what the condition of the dataset's log reads, a dictionary per event; without it all events count.
         """
-        items, timestamps = plain(items), plain(timestamps)
-        if len(items) != len(timestamps):
-            raise ValueError(f"{len(items)} items and {len(timestamps)} timestamps: there must be one for each")
-        if sides is not None and len(sides) != len(items):
-            raise ValueError(f"{len(items)} items and {len(sides)} sides: there must be one for each")
-        events = [
-            Event("", item, when, sides[n] if sides is not None else None)
-            for n, (item, when) in enumerate(zip(items, timestamps, strict=True))
-        ]
-        return self.answer_history(events, Request("", time, k, exclude_seen))
+        events = make_events(None, items, timestamps, sides, columns)
+        return self.answer_history(events, Request("", time, k, exclude_seen), select=columns is not None)
 
-    def answer_history(self, events: Sequence[Event], request: Request) -> Answer:
-        """The same for events; their users and the request's do not matter."""
+    def answer_history(self, events: Sequence[Event], request: Request, select: bool = False) -> Answer:
+        """The same for events, whose users and the request's do not matter.
+
+        Args:
+            events: by time.
+            request: of the answer.
+            select: leave out what the condition of the dataset's log leaves out, see :meth:`select`.
+        """
         self._checks.events(events, anonymous=True)
+        if select:
+            events = self.select(events)
         self._checks.time(request.time, "time")
         self._checks.k(request.k)
-        indices = self._catalogue.find_few([event.item_id for event in events])
+        found = self._catalogue.find_few([event.item_id for event in events])
+        events = [event for event, index in zip(events, found, strict=True) if index != LEFT_OUT]
+        indices = [index for index in found if index != LEFT_OUT]
         history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
         seen = np.array(indices, np.int64) if request.exclude_seen else None
         (answer,) = self._answers([request], self._model.encode(history), [True], [seen])
-        return dataclasses.replace(answer, user_id=None, unknown_items=indices.count(UNKNOWN))
+        return replace(answer, user_id=None, unknown_items=sum(index <= UNKNOWN for index in found))
 
     def _answers(
         self, requests: Sequence[Request], state: States, known: Sequence[bool], seen: Sequence[Ints | None]
@@ -252,34 +259,46 @@ class Recommender:
         items: Sequence[ItemId],
         timestamps: Sequence[int],
         sides: Sequence[Sides] | None = None,
+        columns: Sequence[dict[str, Any]] | None = None,
     ) -> Appended:
         """Add events, in this order; they are on disk when this returns.
 
-        An event older than its user's last one is late: it is counted and left out. The next full export has it. An
-        ExportError when there are ``max_recent_events``: an export that has them is needed.
+        An event older than its user's last one is late: it is counted and left out. The next full export has it. So
+        are events that the dataset's log would not have: those of rare items, if it drops them, and those that its
+        condition leaves out. An ExportError when there are ``max_recent_events``: an export that has them is needed.
+
+        Args:
+            sides: side features, a dictionary per event.
+            columns: what the condition of the dataset's log reads beside them, a dictionary per event.
         """
-        user_ids, items, timestamps = plain(user_ids), plain(items), plain(timestamps)
-        if not len(user_ids) == len(items) == len(timestamps) or (sides is not None and len(sides) != len(items)):
-            raise ValueError(
-                f"{len(user_ids)} users, {len(items)} items, {len(timestamps)} timestamps"
-                f"{'' if sides is None else f', {len(sides)} of sides'}: there must be one of each for every event"
-            )
-        given: Iterable[Sides | None] = sides if sides is not None else [None] * len(items)
-        events = [Event(*columns) for columns in zip(user_ids, items, timestamps, given, strict=True)]
-        return self.append_events([events])[0]
+        return self.append_events([make_events(user_ids, items, timestamps, sides, columns)])[0]
+
+    def select(self, events: Sequence[Event]) -> list[Event]:
+        """Events that the condition of the dataset's log keeps; a ValueError if it cannot be told of one."""
+        if self._filter is not None:
+            self._filter.check(events)
+            events = [event for event, keep in zip(events, self._filter.keep(events), strict=True) if keep]
+        return [replace(event, columns=None) if event.columns else event for event in events]
 
     def append_events(self, groups: Sequence[Sequence[Event]], checked: bool = False) -> list[Appended]:
         """The same for several callers at once, with one write and one wait for the disk.
 
         Args:
             groups: events of each caller.
-            checked: the callers have made sure that every event can be appended.
+            checked: the callers have made sure that every event can be appended, and :meth:`select`-ed them.
         """
         log = self._writable()
-        events = [event for group in groups for event in group]
+        given = [len(group) for group in groups]
         if not checked:
-            self._checks.events(events)
-        indices = self._catalogue.find_few([event.item_id for event in events])
+            self._checks.events([event for group in groups for event in group])
+            groups = [self.select(group) for group in groups]
+        found = [self._catalogue.find_few([event.item_id for event in group]) for group in groups]
+        pairs = [
+            [(event, index) for event, index in zip(group, there, strict=True) if index != LEFT_OUT]
+            for group, there in zip(groups, found, strict=True)
+        ]
+        events = [event for group in pairs for event, _ in group]
+        indices = [index for group in pairs for _, index in group]
         crowded = set[UserId]()
         with self.users.lock:
             accepted = self.users.accepted(events)
@@ -298,11 +317,11 @@ class Recommender:
             except Exception:  # the events are on disk, and that is what was asked for
                 logger.exception("%d users could not be encoded; they are when they are asked for", len(crowded))
         results, at = [], 0
-        for group in groups:
-            here = slice(at, at + len(group))
-            taken = sum(accepted[here])
-            results.append(Appended(taken, len(group) - taken, indices[here].count(UNKNOWN)))
-            at += len(group)
+        for count, group, pair in zip(given, groups, pairs, strict=True):
+            here = slice(at, at + len(pair))
+            taken, rare = sum(accepted[here]), len(group) - len(pair)
+            results.append(Appended(taken, len(pair) - taken, indices[here].count(UNKNOWN), rare, count - len(group)))
+            at += len(pair)
         return results
 
     def forget(self, user_ids: Sequence[UserId]) -> int:

@@ -63,21 +63,37 @@ class FullError(ExportError):
 
 @dataclass(frozen=True, slots=True)  # there are many of them
 class Event:
-    """One event, with raw ids and, for models that have them, side features: text as in the data, or indices."""
+    """One event, with raw ids.
+
+    Attributes:
+        sides: for models that have them, side features: text as in the data, or indices.
+        columns: other columns of the log that its condition reads.
+    """
 
     user_id: UserId
     item_id: ItemId
     timestamp: int
     sides: Sides | None = None
+    columns: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class Appended:
-    """What became of events: accepted ones are on disk, late ones, older than their user's last, were left out."""
+    """What became of events.
+
+    Attributes:
+        accepted: on disk.
+        late: older than their user's last one, left out.
+        unknown_items: accepted or late, of items that the model does not know.
+        rare_items: of items that the dataset would not have, left out.
+        filtered: left out by the condition of the dataset's log.
+    """
 
     accepted: int
     late: int
     unknown_items: int
+    rare_items: int = 0
+    filtered: int = 0
 
 
 class Checks:
@@ -147,6 +163,25 @@ def plain(values: Any) -> list[Any]:
     if isinstance(values, str | int):
         raise ValueError(f"a list is needed, not {values!r} alone")
     return values.tolist() if hasattr(values, "tolist") else [getattr(v, "item", lambda v=v: v)() for v in values]
+
+
+def make_events(
+    user_ids: Sequence[UserId] | None,
+    items: Sequence[ItemId],
+    timestamps: Sequence[int],
+    sides: Sequence[Sides] | None,
+    columns: Sequence[dict[str, Any]] | None,
+) -> list[Event]:
+    """Events of their columns, a ValueError if these differ in length; without users they are anonymous."""
+    given = {"users": user_ids, "items": items, "timestamps": timestamps, "sides": sides, "columns": columns}
+    there = {what: plain(each) for what, each in given.items() if each is not None}
+    if len({len(each) for each in there.values()}) > 1:
+        said = ", ".join(f"{len(each)} {what}" for what, each in there.items())
+        raise ValueError(f"{said}: there must be one of each for every event")
+    count = len(there["items"])
+    missing: list[Any] = [None] * count
+    there = {"users": [""] * count, "sides": missing, "columns": missing} | there
+    return [Event(*each) for each in zip(*(there[what] for what in given), strict=True)]
 
 
 def _check_id(value: Any, kind: str, what: str) -> None:

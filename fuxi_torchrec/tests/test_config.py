@@ -20,6 +20,7 @@ def test_the_keys_are_frozen():
         "use_retention use_positional use_temporal temporal_phases temporal_mix temporal_half_life "
         "learn_temporal_decay activation_checkpointing retention_chunk positional_chunk temporal_chunk",
         "tables": "init_std sharding sides",
+        "task": "kind",
         "loss": "negatives num_negatives similarity temperature weighting",
         "optimizer": "kind lr table_lr scalar_lr betas eps weight_decay clip_norm warmup_steps "
         "lr_schedule decay_steps min_lr_factor",
@@ -96,3 +97,18 @@ def test_what_is_no_setting_of_the_kind_is_refused_with_its_line(tmp_path, text,
     with pytest.raises(strict_yaml.ConfigError) as caught:
         config.load_config(tmp_path / "x.yaml")
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "known"),
+    [
+        ("task: {kind: next_itme}", "task.kind = 'next_itme'", ["'next_item'"]),
+        ("loss: {negatives: hard}", "loss.negatives = 'hard'", ["'shared'", "'uniform'", "'full'", "'in_batch'"]),
+    ],
+)
+def test_an_unknown_task_or_sampler_names_the_known_ones(tmp_path, line, key, known):
+    (tmp_path / "a.yaml").write_text(f"seed: 1\n{line}\n")
+    with pytest.raises(strict_yaml.ConfigError) as refused:
+        config.load_config(tmp_path / "a.yaml")
+    assert f"a.yaml:2: {key}: should be " in str(refused.value)
+    assert all(name in str(refused.value) for name in known)

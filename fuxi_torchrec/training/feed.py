@@ -1,27 +1,24 @@
 """From positions in the data to the inputs of a pipeline, and what is known about each of them."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from fuxi_torchrec.config import LossConfig
 from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.data.schedule import Position
-from fuxi_torchrec.embeddings.inputs import Candidates, ModelInput, agree, make_input
+from fuxi_torchrec.distributed import raise_on_all_ranks
+from fuxi_torchrec.embeddings.inputs import ModelInput, fitted, gathered, make_input, sizes_of
 from fuxi_torchrec.embeddings.tables import Tables
-from fuxi_torchrec.tasks.negatives import in_batch_pool, shared_pool, uniform_per_position
-
-Ints = NDArray[np.int64]
+from fuxi_torchrec.tasks.base import TargetMaker
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step's share of a process, before the processes have agreed.
+    """One step's share of a rank, before the ranks have exchanged their sizes.
 
     Attributes:
         inputs: of the micro-batches.
@@ -36,21 +33,10 @@ class Step:
 
 @dataclass(frozen=True)
 class StepMaker:
-    """Events to inputs, with negatives; runs where the data is read.
+    """Events to inputs, with the task's targets; runs where the data is read."""
 
-    Args:
-        loss: what is compared with what.
-        counts: (items + 1,) how often each item is a target; used by ``in_batch`` alone.
-        known: ids of the known items, in order.
-        tables: what is looked up.
-        seed: of the draws.
-    """
-
-    loss: LossConfig
-    counts: Ints
-    known: Ints
+    targets: TargetMaker
     tables: Tables
-    seed: int
 
     def __call__(self, position: Position, batches: list[EventBatch]) -> Step:
         """A step's micro-batches."""
@@ -59,40 +45,9 @@ class StepMaker:
         return Step([self._input(position, batch) for batch in batches], [batch.users for batch in batches], end)
 
     def _input(self, position: Position, batch: EventBatch) -> ModelInput:
-        weights = sequence_weights(batch, self.loss.weighting)
         sides = [table.feature for table in self.tables.sides]
-        return make_input(batch, weights, self._candidates(position, batch, weights), self.tables.items.rows, sides)
-
-    def _candidates(self, position: Position, batch: EventBatch, weights: Tensor) -> Candidates:
-        loss, key = self.loss, (self.seed, position.epoch, position.step)
-        if loss.negatives == "full":
-            return Candidates(self.known)
-        if loss.negatives == "shared":
-            return Candidates(*shared_pool(self.known, loss.num_negatives, *key))
-        kept = torch.nonzero(weights > 0).squeeze(1)
-        if loss.negatives == "in_batch":
-            return Candidates(*in_batch_pool(batch.targets[kept].numpy(), self.counts, int(self.counts.sum())))
-        lengths = batch.offsets.diff()
-        first = torch.repeat_interleave(batch.offsets[:-1], lengths)[kept]
-        users = torch.repeat_interleave(batch.users, lengths)[kept]
-        drawn = uniform_per_position(
-            self.known,
-            loss.num_negatives,
-            *key,
-            users.numpy(),
-            batch.timestamps[first].numpy(),
-            (kept - first).numpy(),
-        )
-        return Candidates(drawn)
-
-
-def sequence_weights(batch: EventBatch, weighting: str) -> Tensor:
-    """(T,) weights of the targets: a sequence of n targets weighs n (position), 1 (user) or the root of n (sqrt)."""
-    if weighting == "position":
-        return batch.target_weights
-    sequence = torch.repeat_interleave(torch.arange(len(batch)), batch.offsets.diff())
-    total = torch.zeros(len(batch)).index_add_(0, sequence, batch.target_weights).clamp(min=1e-12)
-    return batch.target_weights / (total if weighting == "user" else total.sqrt())[sequence]
+        targets = self.targets(position.epoch, position.step, batch)
+        return make_input(batch, targets, self.tables.items.rows, sides)
 
 
 @dataclass(frozen=True)
@@ -101,8 +56,8 @@ class MicroBatch:
 
     Attributes:
         first, last: of its step.
-        events: of this process.
-        users: rows of this process's users.
+        events: of all ranks.
+        users: rows of this rank's users.
         scale: of the summed loss, for gradients.
         end: where training stands after the step.
     """
@@ -115,22 +70,79 @@ class MicroBatch:
     end: Position
 
 
-class Feed(Iterator[ModelInput]):
-    """What a pipeline reads; ``waiting`` describes what it has read and not yet trained, oldest first."""
+class Signals(Protocol):
+    """What ranks tell each other with every exchange."""
 
-    def __init__(self, steps: Iterator[Step], pad: bool) -> None:
+    def say(self) -> list[float]:
+        """This rank's; as many numbers on every rank."""
+
+    def hear(self, everyone: Tensor) -> bool:
+        """(ranks, numbers) what all ranks said, the same on each. Whether training goes on; it may raise."""
+
+
+class Feed(Iterator[ModelInput]):
+    """What a pipeline reads; ``waiting`` describes what it has read and not yet trained, oldest first.
+
+    One exchange a step, when the step's batches have been read, carries everything that ranks must know of each other:
+    who could not read, the sizes, and the ``signals``. A pipeline may read a step or two ahead of what it trains. When
+    the signals end the feed, what was read before is still trained, equally on all ranks.
+
+    Args:
+        steps: of this rank.
+        pad: see :func:`fitted`.
+        signals: told and heard in the exchange.
+        start: where the first step is.
+        micro_batches: how many the step at a position has: a rank that cannot read it takes part in the exchange too.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[Step],
+        pad: bool,
+        signals: Signals | None = None,
+        start: Position | None = None,
+        micro_batches: Callable[[Position], int] = lambda _: 1,
+    ) -> None:
         self.waiting: deque[MicroBatch] = deque()
-        self._steps, self._pad = steps, pad
+        self._steps, self._pad, self._signals = steps, pad, signals
+        self._position, self._micro_batches = start or Position(), micro_batches
         self._ready: deque[tuple[ModelInput, MicroBatch]] = deque()
+        self._ended = False
 
     def __next__(self) -> ModelInput:
+        if not self._ready and not self._ended:
+            self._ended = not self._read()
         if not self._ready:
-            step = next(self._steps)
-            inputs = agree(step.inputs, self._pad)
-            last = len(inputs) - 1
-            for number, (each, users) in enumerate(zip(inputs, step.users, strict=True)):
-                about = MicroBatch(number == 0, number == last, len(each.input_rows), users, each.loss_scale, step.end)
-                self._ready.append((each, about))
+            raise StopIteration
         each, about = self._ready.popleft()
         self.waiting.append(about)
         return each
+
+    def _read(self) -> bool:
+        """Read a step and exchange what is to be known of it: a collective. False at the end."""
+        step, error = None, None
+        try:
+            step = next(self._steps, None)
+        except Exception as caught:
+            error = caught
+        if step is None and error is None:
+            return False
+        sizes = torch.zeros(self._micro_batches(self._position), 3) if step is None else sizes_of(step.inputs)
+        said = [] if self._signals is None else self._signals.say()
+        mine = torch.tensor([float(step is None), *said], dtype=torch.float64)
+        everyone = gathered(torch.cat([mine, sizes.flatten().double()]))
+        if everyone[:, 0].any():
+            with raise_on_all_ranks("reading training data"):
+                if error is not None:
+                    raise error
+        assert step is not None
+        if self._signals is not None and not self._signals.hear(everyone[:, 1 : len(mine)]):
+            return False
+        all_sizes = everyone[:, len(mine) :].view(len(everyone), -1, 3)
+        events = all_sizes[:, :, 1].sum(0).long().tolist()
+        inputs, last = fitted(step.inputs, all_sizes, self._pad), len(step.inputs) - 1
+        for number, (each, users) in enumerate(zip(inputs, step.users, strict=True)):
+            about = MicroBatch(number == 0, number == last, events[number], users, each.loss_scale, step.end)
+            self._ready.append((each, about))
+        self._position = step.end
+        return True

@@ -2,9 +2,11 @@
 
 import resource
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.distributed import World, raise_on_all_ranks
@@ -15,14 +17,16 @@ from fuxi_torchrec.training.run_directory import RunDirectory
 
 logger = get_logger(__name__)
 
+Report = Callable[[], dict[str, float]]
+
 
 class MetricsLogger:
-    """What is said and written while training runs, on process 0.
+    """What is said and written while training runs, on rank 0.
 
     Args:
         config: how often to speak, and where to.
         directory: where metrics go.
-        world: this process among its peers.
+        world: this rank among its peers.
         progress: where training begins.
         planned: steps of the whole run.
     """
@@ -38,27 +42,41 @@ class MetricsLogger:
 
                 self._board = SummaryWriter(str(directory.tensorboard), purge_step=progress.step + 1)
         self._events, self._since = 0, time.monotonic()
-        self._unsaid: tuple[Progress, float, float, float | None, float] | None = None  # about the last step
+        self._unsaid: tuple[Progress, Report, float, Tensor | None, float] | None = None  # about the last step
 
-    def step(self, progress: Progress, loss: float, events: int, share: float, norm: float | None) -> None:
-        """A step was trained, at this share of the learning rate and with this norm of the gradients."""
+    def step(self, progress: Progress, report: Report, events: int, share: float, norm: Tensor | None) -> None:
+        """A step was trained: read back only if it is shown, which is a collective.
+
+        Args:
+            progress: after it.
+            report: reads what the task says of it, over all ranks.
+            events: of all ranks.
+            share: of the learning rate.
+            norm: of the gradients.
+        """
         self._events += events
         now = time.monotonic()
-        about = (progress, loss, share, norm, self._events / max(1e-9, now - self._since))
+        about = (progress, report, share, norm, self._events / max(1e-9, now - self._since))
         if progress.step % self.config.logging.every_steps and progress.step > 1:
             self._unsaid = about
             return
         self._unsaid = None
         self._events, self._since = 0, now
+        self._log_step(*about)
+
+    def _log_step(self, progress: Progress, report: Report, share: float, norm: Tensor | None, speed: float) -> None:
+        values = report()
         with raise_on_all_ranks("writing metrics"):
             if self.active:
-                self._log_step(*about)
+                self._write_step(progress, values, share, None if norm is None else float(norm), speed)
 
-    def _log_step(self, progress: Progress, loss: float, share: float, norm: float | None, speed: float) -> None:
+    def _write_step(
+        self, progress: Progress, values: dict[str, float], share: float, norm: float | None, speed: float
+    ) -> None:
         epoch, memory = progress.position.epoch, peak_memory_mb(self.world.device)
         entry: dict[str, Any] = {
             "step": progress.step,
-            "loss": loss,
+            **values,
             "epoch": epoch,
             "lr": self.config.optimizer.lr * share,
             "events_per_second": round(speed),
@@ -69,17 +87,16 @@ class MetricsLogger:
         self.directory.log(entry)
         self._draw("train", entry, progress.step)
         assert self._line is not None
-        self._line.show(progress.step, loss, speed, memory, epoch)
+        self._line.show(progress.step, values["loss"], speed, memory, epoch)
 
-    def validated(self, step: int, metrics: dict[str, float]) -> None:
-        """The validation targets were ranked."""
+    def validated(self, step: int, metrics: dict[str, float], shown: Sequence[str]) -> None:
+        """The run was validated; ``shown`` of the metrics are logged."""
         self._since = time.monotonic()  # not training time
         self._events = 0
         with raise_on_all_ranks("writing metrics"):
             if self.active:
                 self.directory.log({"step": step, "validation": metrics})
                 self._draw("validation", metrics, step)
-        shown = ("hr@10", "ndcg@10", "hr@50", "mrr")
         logger.info(
             "step %d: validation %s, %d users",
             step,
@@ -89,9 +106,8 @@ class MetricsLogger:
 
     def finish(self) -> None:
         """At the end of training: the last step is always said. A collective."""
-        with raise_on_all_ranks("writing metrics"):
-            if self.active and self._unsaid is not None:
-                self._log_step(*self._unsaid)
+        if self._unsaid is not None:
+            self._log_step(*self._unsaid)
 
     def close(self) -> None:
         """Leave the terminal and the files as they should be, however training ended."""

@@ -1,15 +1,17 @@
-"""The trained model: tables, encoder, loss."""
+"""The trained model: tables, encoder, task."""
 
 import contextlib
 
 import torch
 from torch import Tensor, nn
 
-from fuxi_torchrec.config import Config, LossConfig
+from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.inputs import ModelInput
 from fuxi_torchrec.embeddings.tables import Table, Tables, collection
 from fuxi_torchrec.encoders import make_encoder
-from fuxi_torchrec.tasks.softmax import candidate_softmax, position_softmax, scaled_items, scaled_queries
+from fuxi_torchrec.encoders.base import SequenceEncoder
+from fuxi_torchrec.tasks.base import Task
+from fuxi_torchrec.tasks.registry import make_task
 
 # rows by side feature: divided tables come in an order of their own
 SideRows = dict[str, Tensor]
@@ -24,28 +26,48 @@ class SequenceModel(nn.Module):
         self.sides = collection(tables.sides) if tables.sides else None
         self.head = Head(config, tables.sides)
 
-    def forward(self, batch: ModelInput) -> tuple[Tensor, Tensor]:
-        """The loss to differentiate, and the summed loss to report."""
-        sides = None if self.sides is None else self.sides(batch.sides).to_dict()
-        return self.head(self.items(batch.items).values(), sides, batch)
+    def forward(self, batch: ModelInput) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss to differentiate, and the task's report: weighted sums over positions."""
+        item_rows, side_rows = self._lookup(batch)
+        return self.head(item_rows, side_rows, batch)
+
+    def event_rows(self, batch: ModelInput) -> Tensor:
+        """(T, D) rows of the events as the encoder takes them."""
+        item_rows, side_rows = self._lookup(batch)
+        return self.head.event_rows(item_rows, side_rows, batch)
+
+    def _lookup(self, batch: ModelInput) -> tuple[Tensor, SideRows | None]:
+        side_rows = None if self.sides is None else self.sides(batch.sides).to_dict()
+        return self.items(batch.items).values(), side_rows
+
+    @property
+    def encoder(self) -> SequenceEncoder:
+        """Every rank has all of it."""
+        return self.head.encoder
+
+    @property
+    def task(self) -> Task:
+        """Every rank has all of it."""
+        return self.head.task
 
 
 class Head(nn.Module):
-    """Looked-up rows to the loss."""
+    """Everything after the lookup: looked-up rows to the task's report."""
 
     def __init__(self, config: Config, sides: tuple[Table, ...]) -> None:
         super().__init__()
         self.encoder = make_encoder(config.model)
-        self.loss: LossConfig = config.loss
+        self.task = make_task(config.task, config.loss)
         self.pooling = {table.feature: table.pooling for table in sides}
         self.autocast = config.train.precision == "bfloat16"
 
-    def forward(self, item_rows: Tensor, side_rows: SideRows | None, batch: ModelInput) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, item_rows: Tensor, side_rows: SideRows | None, batch: ModelInput
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`SequenceModel`."""
         outputs_TD = self.encode(self.event_rows(item_rows, side_rows, batch), batch)
-        queries_PD = outputs_TD.index_select(0, batch.target_positions)
-        summed = self.summed_loss(queries_PD, item_rows, batch)
-        return summed * batch.loss_scale, summed.detach()
+        report = self.task(outputs_TD.index_select(0, batch.targets.positions), item_rows, batch.targets)
+        return report["loss"] * batch.loss_scale, {name: value.detach() for name, value in report.items()}
 
     def event_rows(self, item_rows: Tensor, side_rows: SideRows | None, batch: ModelInput) -> Tensor:
         """(T, D) the item's row plus those of the side features."""
@@ -64,23 +86,8 @@ class Head(nn.Module):
         """(T, D) the encoder's outputs."""
         mixed = torch.autocast(rows_TD.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
         with mixed:
-            # values are not checked: the loss says on all processes, not on one, if something is not finite
+            # values are not checked: the loss says on all ranks, not on one, if something is not finite
             outputs: Tensor = self.encoder(
                 rows_TD, batch.offsets, batch.timestamps, batch.request_timestamps, validate=False
             )
         return outputs.float() if self.autocast else outputs
-
-    def summed_loss(self, outputs_PD: Tensor, item_rows: Tensor, batch: ModelInput) -> Tensor:
-        """The weighted sum over positions."""
-        queries_PD = scaled_queries(outputs_PD, self.loss.similarity, self.loss.temperature)
-        rows_UD = scaled_items(item_rows, self.loss.similarity)
-        if batch.target_column is None:
-            return position_softmax(queries_PD, batch.target_rows, rows_UD, batch.candidate_rows, batch.target_weights)
-        return candidate_softmax(
-            queries_PD,
-            rows_UD.index_select(0, batch.target_rows),
-            rows_UD.index_select(0, batch.candidate_rows),
-            batch.candidate_log_weights,
-            batch.target_column,
-            batch.target_weights,
-        )

@@ -48,7 +48,7 @@ class StepOptimizer(torch.optim.Optimizer):
         self.config, self.model = config, model
         self.current: Callable[[], MicroBatch] | None = None  # None: every micro-batch is a step
         self.share = 1.0
-        self.norm: float | None = None  # of the last step's gradients, if they are clipped
+        self.norm: Tensor | None = None  # of the last step's gradients, if they are clipped
         table_lr = config.lr if config.table_lr is None else config.table_lr
         tables = {n: p for n, p in model.named_parameters() if table_of(n) is not None and p.numel()}
         dense = {n: p for n, p in model.named_parameters() if table_of(n) is None}
@@ -110,7 +110,7 @@ class StepOptimizer(torch.optim.Optimizer):
         squares = sharded.to(device) if len(self._sharded) else torch.zeros((), device=device)
         dist.all_reduce(squares)
         norm = (squares + _squares(self._everywhere)).sqrt()
-        self.norm = float(norm)
+        self.norm = norm
         scale = (largest / (norm + 1e-6)).clamp(max=1.0)
         for parameter in (*self._sharded, *self._everywhere):
             if parameter.grad is not None:

@@ -12,9 +12,9 @@ from typing import Any
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.rows import rows_at_once
-from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements
+from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements, planned
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, ITEM_TABLE, Table, Tables
-from fuxi_torchrec.tasks.softmax import LOGITS
+from fuxi_torchrec.tasks.registry import make_task
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.run_data import DEFAULT_EVENTS
 
@@ -104,14 +104,8 @@ def events_of_a_rank(config: Config, ranks: int) -> int:
 
 def lookups_of_a_rank(config: Config, items: int, events: int) -> int:
     """Distinct items that a process asks for, at most: inputs and targets are the same but one a sequence."""
-    negatives = {
-        "shared": config.loss.num_negatives,
-        "uniform": events * config.loss.num_negatives,
-        "full": items,
-        "in_batch": 0,
-    }
     sequences = -(-events // config.batch.max_length)
-    return min(items + 1, events + sequences + negatives[config.loss.negatives])
+    return min(items + 1, events + sequences + make_task(config.task, config.loss).lookups(events, items))
 
 
 def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False) -> Estimate:
@@ -127,7 +121,7 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
     model = SequenceModel(config, tables)
     memory = cluster.memory if cap else 2**60
     plan = make_plan(model, tables, config.optimizer, ranks, cluster.per_node, cluster.device, memory)
-    parts = placements(plan, tables)
+    parts, tables = placements(plan, tables), planned(plan, tables)
     encoder = sum(p.numel() for p in model.head.parameters())
     events = events_of_a_rank(config, ranks)
     lookups = lookups_of_a_rank(config, tables.items.rows - 1, events)
@@ -137,12 +131,11 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
     adamw = config.optimizer.kind == "adamw"
     moments = 2 * held if adamw else rows
     exchanged = sum(ranks * bags[t.name] * t.dim for t in tables.all if t.sharding == "row_wise")
-    candidates = lookups - events if config.loss.negatives != "uniform" else config.loss.num_negatives
     step = {
         "activations": model.head.encoder.activation_bytes(events),
         "looked-up rows, targets, their gradients": FLOAT * dim * (4 * lookups + 8 * events),
         "partial sums of row-wise lookups": FLOAT * exchanged,
-        "loss": FLOAT * max(LOGITS, dim * candidates),
+        "loss": FLOAT * model.task.loss_elements(lookups, events, dim),
     }
     # a validation holds the catalogue once more, when what belongs to a step is gone
     share = -(-tables.items.rows // ranks) + ranks * rows_at_once(ranks)
@@ -276,7 +269,7 @@ def _options(config: Config, cluster: Cluster) -> dict[str, _Step]:
         without = [name for name, value in given.items() if value is not None]
         note = f" without {' and '.join(without)}" if without else ""
         found[f"optimizer.kind=rowwise_adagrad{note}"] = adagrad
-    if config.loss.negatives in ("full", "uniform"):
+    if config.loss.sampler.grows:
         found["loss.negatives=shared"] = section("loss", negatives="shared", num_negatives=1024)
     if config.validation.every_epochs is not None:
         found["validation.every_epochs=null"] = section("validation", every_epochs=None)

@@ -3,16 +3,22 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fuxi_torchrec.config import Config, DataConfig, LossConfig
+from fuxi_torchrec.config import Config, DataConfig
 from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan
 from fuxi_torchrec.data.splits import ByTime, LeaveOneOut, Split
+from fuxi_torchrec.data.survey import survey
+from fuxi_torchrec.distributed import World, raise_on_all_ranks, share_from_rank_0
+from fuxi_torchrec.embeddings.sharding import check_shardable
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.tasks.base import ItemSet
 from fuxi_torchrec.training.checkpoint.info import Identity
 from fuxi_torchrec.training.run_directory import KnownItems, RunDirectory, RunError
 
@@ -56,51 +62,62 @@ def remarks(config: Config, info: DatasetInfo) -> list[str]:
 
 @dataclass(frozen=True)
 class RunData:
-    """A dataset as a run sees it."""
+    """A dataset as a run sees it.
+
+    Attributes:
+        dataset: what is trained on.
+        maker: makes batches of it.
+        items: which items the run knows.
+        tables: what is looked up.
+        lengths: training events of each user.
+        validated: rows of the users that have a validation target.
+        target_counts: (items + 1,) how often each known item is a training target.
+    """
 
     dataset: Dataset
     maker: BatchMaker
     items: KnownItems
     tables: Tables
+    lengths: Ints
+    validated: Ints
+    target_counts: Ints
 
     @staticmethod
-    def open(config: Config, directory: RunDirectory, resumed: bool) -> "RunData":
-        """Read what training needs to know of its dataset; the known items from the run directory if it is resumed."""
-        if not config.data.path:
-            raise DataError("data.path is not set: name the directory of a prepared dataset, data.path=DIR")
-        dataset = Dataset.open(config.data.path)
-        if dataset.info.time_unit != config.data.time_unit:
-            raise DataError(
-                f"{dataset.path}: times are in {dataset.info.time_unit}, the config says data.time_unit = "
-                f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
-            )
-        tables = tables_for(config.tables, config.model.dim, dataset.info)
-        sides = [table.feature for table in tables.sides]
-        reader = Reader(dataset, sides, config.data.on_bad_rows, config.data.cache_mib * 2**20)
-        split = split_of(config.data)
-        everything = np.arange(dataset.info.items + 1) > 0
-        if resumed and directory.has_items():
-            items = directory.read_items()
-            if len(items.known) != dataset.info.items + 1:
-                raise RunError(
-                    f"{directory.path}: the run knows a vocabulary of {len(items.known) - 1} items, {dataset.path} has "
-                    f"{dataset.info.items}: take another --run-dir, and --init-from this one to start from its weights"
-                )
-        else:
-            counts = BatchMaker(reader, split, Items(everything)).item_counts()
+    def open(config: Config, directory: RunDirectory, world: World, resumed: bool) -> "RunData":
+        """What training needs to know of its dataset, counted on rank 0 for all: a collective.
+
+        The known items are those of the run directory if the run is resumed.
+        """
+        with raise_on_all_ranks("opening the dataset"):
+            dataset, tables, reader = _open(config)
+            everything = np.arange(dataset.info.items + 1) > 0
+            split, items = split_of(config.data), None
+            if resumed and directory.has_items():
+                items = _read_items(directory, dataset)
+            check_shardable(tables, config.optimizer, world.size)
+
+        def count() -> dict[str, Tensor]:
+            # lengths from the same pass also where items are known: a user left out for bad rows must always be
+            found = survey(BatchMaker(reader, split, Items(everything)), items=True)
+            wanted = (found.item_counts, found.target_counts, found.train_lengths, found.users_with)
+            return {name: torch.from_numpy(array) for name, array in zip(_COUNTED, wanted, strict=True)}
+
+        shared = share_from_rank_0(world, "counting items and events", count)
+        counts, target_counts, lengths, validated = (shared[name].numpy() for name in _COUNTED)
+        if items is None:
             items = KnownItems(everything & (counts >= config.data.min_item_events), counts)
-        if not items.known.any():
+        if not items.known.any():  # the same on every rank
             raise DataError(
                 f"{dataset.path}: no item has {config.data.min_item_events} training events: nothing to train on"
             )
         maker = BatchMaker(reader, split, Items(items.known, config.data.oov_rate, config.seed))
-        return RunData(dataset, maker, items, tables)
+        target_counts = np.where(items.known, target_counts, 0)
+        return RunData(dataset, maker, items, tables, lengths, validated, target_counts)
 
-    def pool_counts(self, config: LossConfig) -> Ints:
-        """How often each known item is a training target: what in-batch negatives are weighed by."""
-        if config.negatives != "in_batch":
-            return self.items.counts
-        return np.where(self.items.known, self.maker.item_counts(targets=True), 0)
+    @property
+    def item_set(self) -> ItemSet:
+        """The items as tasks see them."""
+        return ItemSet(self.items.ids, self.target_counts)
 
     def identity(self, config: Config) -> Identity:
         """What a checkpoint of this run belongs to."""
@@ -111,3 +128,30 @@ class RunData:
             self.dataset.info.items,
             config.model.identity(),
         )
+
+
+_COUNTED = ("item_counts", "target_counts", "lengths", "validated")
+
+
+def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
+    if not config.data.path:
+        raise DataError("data.path is not set: name the directory of a prepared dataset, data.path=DIR")
+    dataset = Dataset.open(config.data.path)
+    if dataset.info.time_unit != config.data.time_unit:
+        raise DataError(
+            f"{dataset.path}: times are in {dataset.info.time_unit}, the config says data.time_unit = "
+            f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
+        )
+    tables = tables_for(config.tables, config.model.dim, dataset.info)
+    sides = [table.feature for table in tables.sides]
+    return dataset, tables, Reader(dataset, sides, config.data.on_bad_rows, config.data.cache_mib * 2**20)
+
+
+def _read_items(directory: RunDirectory, dataset: Dataset) -> KnownItems:
+    items = directory.read_items()
+    if len(items.known) != dataset.info.items + 1:
+        raise RunError(
+            f"{directory.path}: the run knows a vocabulary of {len(items.known) - 1} items, {dataset.path} has "
+            f"{dataset.info.items}: take another --run-dir, and --init-from this one to start from its weights"
+        )
+    return items

@@ -6,12 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuxi_torchrec.config import Config
-from fuxi_torchrec.data.batches import BatchMaker
-from fuxi_torchrec.evaluation.validation import sample_users
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.training.checkpoint.info import Progress
 
 Ints = NDArray[np.int64]
+
+
+def sample_users(users: Ints, wanted: int | None, seed: int) -> Ints:
+    """A fixed sample of rows, in order."""
+    if wanted is None or wanted >= len(users):
+        return users
+    return users[np.sort(np.random.default_rng([seed, 0x5A17]).choice(len(users), wanted, replace=False))]
 
 
 @dataclass(frozen=True)
@@ -31,16 +36,20 @@ class ValidationPlan:
     measure: str
 
     @staticmethod
-    def of(config: Config, maker: BatchMaker, steps_an_epoch: int) -> "ValidationPlan":
-        """As a configuration asks for; refused if nobody has an event to validate on."""
+    def of(config: Config, users: Ints, steps_an_epoch: int) -> "ValidationPlan":
+        """As a configuration asks for; refused if nobody has an event to validate on.
+
+        Args:
+            users: rows of those who have one.
+        """
         data, wanted = config.data, config.validation
         nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
         if wanted.every_epochs is None or nothing_held_out:
             return ValidationPlan(np.zeros(0, np.int64), 1, wanted.patience, "nothing")
-        users = sample_users(maker.users_with("valid"), wanted.users, config.seed)
+        users = sample_users(users, wanted.users, config.seed)
         if not len(users):
             raise DataError(
-                f"{maker.reader.dataset.path}: no user has an event to validate on: histories are too short, or "
+                f"{data.path}: no user has an event to validate on: histories are too short, or "
                 f"data.valid_from = {data.valid_from} is after them. Set validation.every_epochs=null to train without "
                 "validation"
             )

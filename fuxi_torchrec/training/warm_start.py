@@ -36,7 +36,7 @@ def warm_start(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
     found = checkpoints.read_info(path).identity
     new: dict[str, int] = {}
     with raise_on_all_ranks(f"comparing {other} with this run"):
-        _check(other, found, own, dataset, model.module.head.encoder.config)
+        _check(other, found, own, dataset, model.module.encoder.config)
         _check_sides(other, found, dataset)
         new = _new_rows(other, path, model)
     checkpoints.load(path, model, None, grown=True)

@@ -49,7 +49,7 @@ class Stages:
         if stage == "refresh":
             assert base is not None
             arguments = [f"--export={layout.export(base.day)}", f"--events={layout.inputs(day)}"]
-            arguments += [f"--output={layout.export(day)}", *columns]
+            arguments += [f"--output={layout.export(day)}"]
             return Job(day, stage, "pipelines.refresh", tuple(arguments), False, lock)
         if stage == "train":
             warm = base if config.train.warm_start else None

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.dataset import INFO, Dataset
 from fuxi_torchrec.data.writer import DatasetWriter
+from fuxi_torchrec.events.log import LogSpec
 
 
 def make_dataset(path, histories, items=None, block_users=3, side=None, texts=None):
@@ -16,7 +17,7 @@ def make_dataset(path, histories, items=None, block_users=3, side=None, texts=No
     With ``texts`` there is a side feature "action" of text, a, b, c or d by the item, whose vocabulary is these texts.
     """
     items = items or int(max((max(h[0]) for h in histories if len(h[0])), default=1))
-    with DatasetWriter(path, "s", {"test": True}) as out:
+    with DatasetWriter(path, LogSpec(), {"test": True}) as out:
         for begin in range(0, len(histories), block_users):
             part = histories[begin : begin + block_users]
             lengths = [len(h[0]) for h in part]

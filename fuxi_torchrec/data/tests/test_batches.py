@@ -11,6 +11,7 @@ from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.schedule import Plan, Position
 from fuxi_torchrec.data.splits import ByTime, LeaveOneOut
+from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.hashing import mix
@@ -153,7 +154,7 @@ def test_item_counts_are_those_of_the_training_split(dataset, histories):
     wanted = np.zeros(51, np.int64)
     for history in histories:
         np.add.at(wanted, train_part(history)[0], 1)
-    assert maker.item_counts().tolist() == wanted.tolist()
+    assert survey(maker, items=True).item_counts.tolist() == wanted.tolist()
 
 
 def test_counts_of_targets_leave_out_first_events_and_context(tmp_path):
@@ -163,17 +164,25 @@ def test_counts_of_targets_leave_out_first_events_and_context(tmp_path):
         ([1], [1], [1]),
     ]
     maker = BatchMaker(Reader(made := make_dataset(tmp_path / "set", histories)), LeaveOneOut(), everything_known(made))
-    assert maker.item_counts().tolist() == [0, 2, 3, 1], "training ends before the last two targets"
-    assert maker.item_counts(targets=True).tolist() == [0, 0, 1, 1]
+    found = survey(maker, items=True)
+    assert found.item_counts.tolist() == [0, 2, 3, 1], "training ends before the last two targets"
+    assert found.target_counts.tolist() == [0, 0, 1, 1]
+
+
+def users_with(maker, part):
+    found = [survey(maker, part, items) for items in (False, True)]  # from lengths alone where they decide, or not
+    for name in ("lengths", "train_lengths", "users_with"):
+        assert getattr(found[0], name).tolist() == getattr(found[1], name).tolist()
+    return found[0].users_with.tolist()
 
 
 def test_users_with_a_target_are_those_that_can_be_evaluated(tmp_path):
     histories = [([1, 2, 3], [10, 20, 30]), ([1, 2, 3], [10, 11, 12]), ([2], [25]), ([3, 1, 2, 1], [1, 25, 26, 40])]
     dataset = make_dataset(tmp_path / "set", histories)
     whole = BatchMaker(Reader(dataset), LeaveOneOut(), everything_known(dataset))
-    assert whole.users_with("valid").tolist() == whole.users_with("test").tolist() == [0, 1, 3]
+    assert [users_with(whole, part) for part in ("valid", "test")] == [[0, 1, 3]] * 2
     timed = BatchMaker(Reader(dataset), ByTime(test_from=30, valid_from=20), everything_known(dataset))
-    assert (timed.users_with("valid").tolist(), timed.users_with("test").tolist()) == ([0, 3], [0, 3])
+    assert [users_with(timed, part) for part in ("valid", "test")] == [[0, 3]] * 2
     assert timed.evaluation(np.arange(4), "valid", 9).users.tolist() == [0, 3]
 
 

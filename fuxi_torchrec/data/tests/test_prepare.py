@@ -11,6 +11,7 @@ from fuxi_torchrec.data import prepare as preparing
 from fuxi_torchrec.data import writer
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
+from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.tests.logs import events, read, write, write_small_log
 from fuxi_torchrec.events import sources
@@ -114,6 +115,30 @@ def test_k_core_is_iterated(tmp_path):
     write(tmp_path / "log.csv", lines, "user,item,time")
     prepare(events(tmp_path / "log.csv", min_user_events=2, min_item_events=2), tmp_path / "set")
     assert list(read(tmp_path / "set")[1]) == [1]
+
+
+def test_rare_items_stay_as_index_0_if_asked_for(tmp_path):
+    # without c, user 3 has one event: it counts all the same, and b stays frequent
+    lines = ["1,a,1", "1,a,2", "2,a,4", "2,b,5", "3,b,6", "3,c,7", "4,b,8"]
+    write(tmp_path / "log.csv", lines, "user,item,time")
+    rules = {"min_user_events": 2, "min_item_events": 2, "rare_items": "unknown"}
+    info = prepare(events(tmp_path / "log.csv", **rules), tmp_path / "set")
+    dataset, users, _ = read(tmp_path / "set")
+    assert users == {1: [("a", 1), ("a", 2)], 2: [("a", 4), ("b", 5)], 3: [("b", 6), (None, 7)]}
+    assert (info.items, info.events) == (2, 6)
+    assert Reader(dataset).block(0).items.tolist() == [1, 1, 1, 2, 2, 0]
+    with pytest.raises(DataError, match=r"log\.csv: every item is rare: none has 9 events"):
+        prepare(events(tmp_path / "log.csv", min_item_events=9, rare_items="unknown"), tmp_path / "none")
+
+
+def test_a_dataset_says_how_its_log_was_read(log, tmp_path):
+    source = events(log, side_columns=["action"], target_expression="weight * 2", where="action <> 'buy'")
+    prepare(source, tmp_path / "set", PrepareOptions(on_bad_rows="skip"))
+    found = Dataset.open(tmp_path / "set").info.log
+    assert (found.user, found.where, found.target) == ('"user"', "action <> 'buy'", "weight * 2")
+    assert (found.features, found.on_bad_rows, found.time_unit) == (("action",), "skip", "s")
+    kinds = {"user": "BIGINT", "item": "VARCHAR", "time": "BIGINT", "action": "VARCHAR", "weight": "BIGINT"}
+    assert found.columns == kinds
 
 
 def test_extending_keeps_every_index_and_appends_the_new(log, tmp_path):

@@ -90,7 +90,7 @@ def test_an_unlikely_unit_is_a_warning_with_an_example(tmp_path, monkeypatch):
     ]
 
 
-def test_a_last_event_that_is_yet_to_come_is_a_warning(tmp_path, monkeypatch):
+def test_a_last_event_in_the_future_is_a_warning(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(logging.Logger, "warning", lambda self, text, *args: said.append(text % args))
     path = write(tmp_path / "log.csv", ["1,a,1600000000", "1,b,4102358400"], "user,item,time")

@@ -11,6 +11,7 @@ from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows
 from fuxi_torchrec.data.writer import DatasetWriter
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.vocabulary import Vocabulary
 
 
@@ -104,7 +105,7 @@ def test_a_side_value_without_a_row_is_a_bad_row(tmp_path, values):
     nested = isinstance(values[0][0], list)
     kind = pa.list_(pa.list_(pa.int64())) if nested else pa.list_(pa.int64())
     good = [[[0]], [[3], [1, 2]]] if nested else [[0], [3, 1]]
-    with DatasetWriter(tmp_path / "set", "s", {}) as out:
+    with DatasetWriter(tmp_path / "set", LogSpec(), {}) as out:
         columns = {"user_id": [7, 8, 8], "item": [1, 2, 3], "timestamp": [5, 6, 7], "size": [*good[0], *good[1]]}
         out.write(pa.table(columns))
         out.write_table("items.parquet", pa.table({"item_id": [1, 2, 3], "index": [1, 2, 3], "count": [1, 1, 1]}))
@@ -129,7 +130,7 @@ def test_descriptions_that_cannot_be_used(dataset):
     path = dataset.file("dataset.json")
     plain = json.loads(dataset.info.to_json())
     for text, message in (
-        (json.dumps({**plain, "version": 9}), "dataset of version 9, this software reads version 1: prepare it again"),
+        (json.dumps({**plain, "version": 9}), "dataset of version 9, this software reads version 2: prepare it again"),
         ("{}", "not a dataset description"),
         ("half a f", "not a dataset description"),
     ):

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from fuxi_torchrec.config import Config, LossConfig, OptimizerConfig
 from fuxi_torchrec.data.batches import EventBatch, SideFeature
 from fuxi_torchrec.distributed import World
-from fuxi_torchrec.embeddings.inputs import Candidates, make_input, padded
+from fuxi_torchrec.embeddings.inputs import make_input, padded
 from fuxi_torchrec.embeddings.sharding import is_sharded, like_weight, local_parts, shard, table_states
 from fuxi_torchrec.embeddings.tables import Table, Tables, collection
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.tasks.next_item import compared
+from fuxi_torchrec.tasks.samplers import Candidates
 from fuxi_torchrec.training.model import SequenceModel
 
 DIM = 8
@@ -91,7 +93,13 @@ def input_of(rank, pool="shared", seed=0, sequences=SEQUENCES, tables=None):
         candidates = Candidates(ids, draw.normal(size=6).astype(np.float32))
     else:
         candidates = Candidates(draw.integers(1, rows[0], (positions, 3)))
-    return make_input(batch, batch.target_weights, candidates, rows[0], SIDES)
+    return make_input(batch, targets_of(batch, candidates), rows[0], SIDES)
+
+
+def targets_of(batch, candidates):
+    """All targets of a batch, compared with candidates."""
+    positions = batch.target_weights.nonzero().squeeze(1)
+    return compared(batch, positions, batch.target_weights[positions], candidates)
 
 
 def full_tables(tables, seed=5):
@@ -136,7 +144,7 @@ def sharded_model(config, tables, values):
 
 def global_loss(model, inputs):
     """The weighted mean over the positions of all processes, of an unsharded model."""
-    weight = sum(float(each.target_weights.sum()) for each in inputs)
+    weight = sum(float(each.targets.weights.sum()) for each in inputs)
     return sum(model(replace(not_empty(each), loss_scale=1.0 / weight))[0] for each in inputs)
 
 

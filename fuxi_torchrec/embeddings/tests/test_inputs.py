@@ -7,8 +7,17 @@ from hypothesis import strategies as st
 
 from fuxi_torchrec.data.batches import SideFeature
 from fuxi_torchrec.embeddings import inputs as module
-from fuxi_torchrec.embeddings.inputs import Candidates, agree, bags, deduplicate, make_input, padded
-from fuxi_torchrec.embeddings.tests.small import ITEMS, SEQUENCES, SIDES, input_of, random_batch, small_tables
+from fuxi_torchrec.embeddings.inputs import agree, bags, deduplicate, make_input, padded
+from fuxi_torchrec.embeddings.tests.small import (
+    ITEMS,
+    SEQUENCES,
+    SIDES,
+    input_of,
+    random_batch,
+    small_tables,
+    targets_of,
+)
+from fuxi_torchrec.tasks.samplers import Candidates
 
 # --- deduplication ---------------------------------------------------------------------------------------------------
 
@@ -34,15 +43,15 @@ def test_distinct_ids_in_order_and_where_each_is(case):
 
 def test_every_item_is_looked_up_once():
     batch = random_batch(9, 1)
-    given = make_input(batch, batch.target_weights, Candidates(np.array([3, 4, 9])), ITEMS, SIDES)
-    ids = given.items.values()
+    given = make_input(batch, targets_of(batch, Candidates(np.array([3, 4, 9]))), ITEMS, SIDES)
+    ids, targets = given.items.values(), given.targets
     assert len(ids) == len(ids.unique()) and (given.items.lengths() == 1).all()
     assert torch.equal(ids[given.input_rows], batch.items)
     kept = batch.target_weights > 0
-    assert torch.equal(given.target_positions, kept.nonzero().squeeze(1))
-    assert torch.equal(ids[given.target_rows], batch.targets[kept])
-    assert torch.equal(given.target_weights, batch.target_weights[kept])
-    assert ids[given.candidate_rows].tolist() == [3, 4, 9]
+    assert torch.equal(targets.positions, kept.nonzero().squeeze(1))
+    assert torch.equal(ids[targets.items["targets"]], batch.targets[kept])
+    assert torch.equal(targets.weights, batch.target_weights[kept])
+    assert ids[targets.items["candidates"]].tolist() == [3, 4, 9]
     assert set(ids.tolist()) == {*batch.items.tolist(), *batch.targets[kept].tolist(), 3, 4, 9}
     assert given.sides.keys() == SIDES
     assert torch.equal(given.sides["action"].values(), batch.sides["action"].values)
@@ -53,29 +62,32 @@ def test_every_item_is_looked_up_once():
 def test_the_target_column_is_where_the_pool_holds_the_target():
     batch = random_batch(9, 2)
     pool = np.array([2, 3, 5, 7, 11, 13, 17, 19])
-    given = make_input(batch, batch.target_weights, Candidates(pool), ITEMS)
+    given = make_input(batch, targets_of(batch, Candidates(pool)), ITEMS)
     targets = batch.targets[batch.target_weights > 0].tolist()
-    assert given.target_column.tolist() == [pool.tolist().index(t) if t in pool else -1 for t in targets]
-    assert {-1} < set(given.target_column.tolist())
-    assert given.sides is None and given.candidate_log_weights is None
+    column = given.targets.constants["target_column"]
+    assert column.tolist() == [pool.tolist().index(t) if t in pool else -1 for t in targets]
+    assert {-1} < set(column.tolist())
+    assert given.sides is None and "log_weights" not in given.targets.constants
 
 
 def test_pools_of_each_position_have_no_column():
     batch = random_batch(9, 3)
     positions = int((batch.target_weights > 0).sum())
     pools = np.random.default_rng(0).integers(1, ITEMS, (positions, 4))
-    given = make_input(batch, batch.target_weights, Candidates(pools), ITEMS)
-    assert given.target_column is None
-    assert given.candidate_rows.shape == (positions, 4)
-    np.testing.assert_array_equal(given.items.values()[given.candidate_rows], pools)
+    given = make_input(batch, targets_of(batch, Candidates(pools)), ITEMS)
+    rows = given.targets.items["candidates"]
+    assert "target_column" not in given.targets.constants
+    assert rows.shape == (positions, 4)
+    np.testing.assert_array_equal(given.items.values()[rows], pools)
 
 
 @pytest.mark.parametrize("candidates", [Candidates(np.array([1, 2])), Candidates(np.zeros((0, 3), np.int64))])
 def test_a_batch_without_events_is_an_input_too(candidates):
-    given = make_input(random_batch(0, 0), torch.zeros(0), candidates, ITEMS, SIDES)
+    batch = random_batch(0, 0)
+    given = make_input(batch, targets_of(batch, candidates), ITEMS, SIDES)
     assert given.items.values().tolist() == candidates.ids.reshape(-1).tolist()
-    assert len(given.input_rows) == len(given.target_rows) == 0
-    assert given.candidate_rows.shape == candidates.ids.shape
+    assert len(given.input_rows) == len(given.targets.items["targets"]) == 0
+    assert given.targets.items["candidates"].shape == candidates.ids.shape
     assert given.sides.lengths().numel() == 0
 
 
@@ -107,7 +119,7 @@ def agreed(pad, weightless=False):
     mine = [input_of(dist.get_rank(), "shared", seed) for seed in range(3)]
     if weightless:
         for each in mine:
-            each.target_weights.zero_()
+            each.targets.weights.zero_()
     ready = agree(mine, pad)
     for before, after in zip(mine, ready, strict=True):
         assert torch.equal(before.items.values(), after.items.values())
@@ -122,7 +134,7 @@ def agreed(pad, weightless=False):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_processes_agree_on_bags_and_on_the_global_mean(workers, world):
     found = workers(world).run(agreed, True)
-    weight = sum(float(input_of(r, "shared", s).target_weights.sum()) for r in range(world) for s in range(3))
+    weight = sum(float(input_of(r, "shared", s).targets.weights.sum()) for r in range(world) for s in range(3))
     own = np.array([own for _, own, _ in found])
     for counts, _, scales in found:
         np.testing.assert_array_equal(counts, own.max(0))  # of each micro-batch

@@ -12,6 +12,7 @@ from fuxi_torchrec.embeddings.inputs import agree
 from fuxi_torchrec.embeddings.sharding import (
     ShardingError,
     check_shardable,
+    choices,
     clipped,
     describe,
     fill_rows,
@@ -23,6 +24,7 @@ from fuxi_torchrec.embeddings.sharding import (
     on_host,
     placements,
     plan_to_json,
+    planned,
     table_states,
 )
 from fuxi_torchrec.embeddings.tables import Table, Tables
@@ -64,8 +66,8 @@ def inputs_of_all(tables, pool, seed):
 def compare_lookups_and_gradients(sharding, rows):
     tables = small_tables(sharding, rows=rows) if rows else small_tables(sharding)
     config, values = small_config(), full_tables(tables)
-    model, _ = sharded_model(config, tables, values)
-    whole = whole_model(config, tables, values)
+    model, plan = sharded_model(config, tables, values)
+    whole, tables = whole_model(config, tables, values), planned(plan, tables)
     for seed, pool in enumerate(("shared", "own", "shared")):
         inputs = inputs_of_all(tables, pool, seed)
         own = inputs[dist.get_rank()]
@@ -129,6 +131,22 @@ def test_each_table_may_be_divided_in_its_own_way(workers):
 def test_a_process_may_hold_several_column_parts_of_a_table(workers):
     held = workers(2).run(compare_lookups_and_gradients, CROWDED, CROWDED_ROWS)
     assert any([part[0] for part in parts].count("item_table") == 2 for parts in held)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_planner_may_choose_and_lookups_are_exact(workers, world):
+    held = workers(world).run(compare_lookups_and_gradients, "auto", None)
+    assert {part[0] for parts in held for part in parts} == {"item_table", "side_action", "side_tags"}
+
+
+def test_auto_offers_the_planner_exact_shardings_only():
+    adamw, adagrad = OptimizerConfig(), OptimizerConfig(kind="rowwise_adagrad")
+    table = one_table("auto", 40).items
+    assert set(choices(table, adamw, 4)) == set(SHARDINGS)
+    assert set(choices(table, adagrad, 4)) == set(SHARDINGS) - {"column_wise"}
+    assert set(choices(one_table("auto", 5).items, adamw, 4)) == set(SHARDINGS) - {"row_wise"}
+    assert set(choices(one_table("auto", dim=6).items, adamw, 2)) == set(SHARDINGS) - {"column_wise"}
+    assert choices(one_table("table_wise").items, adamw, 2) == ("table_wise",)
 
 
 # --- updates in the backward pass ------------------------------------------------------------------------------------
@@ -246,7 +264,7 @@ def one_table(sharding, rows=100, dim=8, genres=None):
 @pytest.mark.parametrize(
     ("tables", "optimizer", "world", "words"),
     [
-        (one_table("row_wise", 5), OptimizerConfig(), 4, ["tables.sharding", "item_table has 5 rows", "4 processes"]),
+        (one_table("row_wise", 5), OptimizerConfig(), 4, ["tables.sharding", "item_table has 5 rows", "4 ranks"]),
         (one_table("row_wise", 1), OptimizerConfig(), 2, ["1 rows", "tables.sharding=data_parallel"]),
         (
             one_table("row_wise", genres=3),

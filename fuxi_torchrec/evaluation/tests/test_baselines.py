@@ -9,9 +9,10 @@ import pytest
 from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.splits import LeaveOneOut
+from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
 from fuxi_torchrec.evaluation.baselines import NAMES, Baselines
-from fuxi_torchrec.evaluation.ranking import UNRANKED
+from fuxi_torchrec.tasks.rank_metrics import UNRANKED
 
 ITEMS = 30
 
@@ -58,7 +59,7 @@ def expected(histories, known, filter_seen):
 def test_targets_stand_where_sorting_puts_them(histories, tmp_path, filter_seen):
     known = np.arange(ITEMS + 1) % 7 > 0
     maker = BatchMaker(Reader(make_dataset(tmp_path / "set", histories, ITEMS)), LeaveOneOut(), Items(known))
-    counts = maker.item_counts()
+    counts = survey(maker, items=True).item_counts
     batch = maker.evaluation(np.arange(len(histories)), "test", 2**62)
     targets = batch.targets[batch.offsets[1:] - 1].tolist()
     found = Baselines(maker, known, counts).ranks(batch, targets, filter_seen)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from fuxi_torchrec.embeddings.rows import item_rows
 from fuxi_torchrec.embeddings.tests.small import DIM, here, sharded_model, small_config, small_tables
 from fuxi_torchrec.evaluation import ranking
-from fuxi_torchrec.evaluation.ranking import CUTS, UNRANKED, Catalogue, Metrics, Queries
+from fuxi_torchrec.evaluation.ranking import Catalogue, Queries
+from fuxi_torchrec.tasks.rank_metrics import CUTS, UNRANKED, RankMetrics
 
 ROWS = 90
 # users of each process
@@ -136,7 +137,7 @@ def test_every_process_asks_for_its_own_rows(workers):
 def test_metrics_are_those_of_their_definitions():
     draw = np.random.default_rng(1)
     ranks = [1, 5, 6, 10, 11, 50, 51, 200, 201, UNRANKED, *draw.integers(1, 300, 60).tolist(), UNRANKED]
-    metrics = Metrics()
+    metrics = RankMetrics()
     for begin in range(0, len(ranks), 7):
         metrics.add(torch.tensor(ranks[begin : begin + 7]))
     metrics.add(torch.zeros(0, dtype=torch.int64))
@@ -150,4 +151,4 @@ def test_metrics_are_those_of_their_definitions():
 
 
 def test_metrics_of_nobody_are_zero():
-    assert set(Metrics().result().values()) == {0}
+    assert set(RankMetrics().result().values()) == {0}

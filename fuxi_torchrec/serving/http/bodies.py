@@ -53,13 +53,14 @@ class PastEvent(_Strict):
     item_id: ItemId
     timestamp: int
     sides: BaseModel | None = Field(None, description="side features")
+    columns: dict[str, Any] | None = None
 
     def event(self, user_id: UserId = "") -> requests.Event:
         """The same for a Recommender."""
         sides = None
         if self.sides is not None:
             sides = self.sides.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
-        return requests.Event(user_id, self.item_id, self.timestamp, sides)
+        return requests.Event(user_id, self.item_id, self.timestamp, sides, self.columns)
 
 
 class NewEvent(PastEvent):
@@ -113,6 +114,8 @@ class Appended(BaseModel):
     accepted: int = Field(description="events that are on disk now")
     late: int = Field(description="events older than their user's last one, left out")
     unknown_items: int = Field(description="events of items that the model does not know")
+    rare_items: int = Field(description="events of items that the dataset would not have, left out")
+    filtered: int = Field(description="events that the condition of the dataset's log leaves out")
 
 
 class Forgotten(BaseModel):
@@ -176,6 +179,9 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
         "k": Annotated[int, Field(ge=1, le=limits.max_k), BeforeValidator(_whole)],
     }
     event: dict[str, Any] = {"item_id": item, "timestamp": event_time, "sides": _sides(recommender) | None}
+    event["columns"] = Annotated[
+        dict[str, Any] | None, Field(description=f"of the log, for its condition: {manifest.log.where}")
+    ]
     past, new = _narrowed(PastEvent, **event), _narrowed(NewEvent, **event, user_id=user)
     return Bodies(
         _narrowed(Recommend, **question, user_id=user),

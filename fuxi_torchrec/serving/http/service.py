@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -149,15 +150,22 @@ class Service:
         """For a history that is not stored."""
         events = sorted((past.event() for past in body.events), key=lambda event: event.timestamp)
         request = body.request("", self._unit)
-        answer = await self._in_thread(len(events), self.recommender.answer_history, events, request)
+        select = any(event.columns for event in events)
+        answer = await self._in_thread(len(events), self.recommender.answer_history, events, request, select)
         return JSONResponse(answer.to_dict())
 
     async def append(self, body: bodies.Append) -> bodies.Appended:
         """Events of users."""
-        done = await asyncio.wrap_future(self._telling.submit([new.event(new.user_id) for new in body.events]))
+        events = [new.event(new.user_id) for new in body.events]
+        filtering = bool(self.recommender.manifest.log.where)
+        kept = await self._in_thread(len(events), self._selected, events) if filtering else self._selected(events)
+        done = await asyncio.wrap_future(self._telling.submit(kept))
+        done = replace(done, filtered=len(events) - len(kept))
         self.metrics.events.labels("accepted").inc(done.accepted)
         self.metrics.events.labels("late").inc(done.late)
         self.metrics.events.labels("unknown_item").inc(done.unknown_items)
+        self.metrics.events.labels("rare_item").inc(done.rare_items)
+        self.metrics.events.labels("filtered").inc(done.filtered)
         return bodies.Appended(**vars(done))
 
     async def forget(self, body: bodies.Forget) -> bodies.Forgotten:
@@ -177,6 +185,12 @@ class Service:
     async def prometheus(self) -> Response:
         """Metrics in Prometheus' text format."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _selected(self, events: list[requests.Event]) -> list[requests.Event]:
+        try:
+            return self.recommender.select(events)
+        except ValueError as error:
+            raise HTTPException(422, str(error)) from None
 
     async def _in_thread(self, cost: int, work: Callable[..., Answered], *given: Any) -> Answered:
         """For what is not worked on together; the cost is in events or users."""

@@ -15,9 +15,9 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 from fuxi_torchrec.artifacts import NewDirectory
+from fuxi_torchrec.events.log import OnBadRows
 from fuxi_torchrec.events.times import check_time, show_time
 from fuxi_torchrec.export.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.append_log import LOG_FILE, about_of, read_about
@@ -35,10 +35,10 @@ def refresh(
     requery_all: bool = False,
     forget: Sequence[int | str] = (),
     columns: LogColumns | None = None,
-    on_bad_rows: Literal["error", "skip"] = "error",
+    on_bad_rows: OnBadRows | None = None,
     progress: Progress | None = None,
 ) -> Summary:
-    """Write a new export.
+    """Write a new export. Events are read as those of the export were: its manifest says how.
 
     Args:
         export: the one to begin with; it is not changed.
@@ -47,6 +47,8 @@ def refresh(
         as_of: when users are asked; the latest of the export's own and of the events by default, and never before.
         requery_all: ask all users, not only touched ones.
         forget: users that the new export does not have.
+        columns: names of the log's columns where they are others.
+        on_bad_rows: as when the dataset was prepared by default.
     """
     bundle, output = Bundle.open(export), Path(output)
     began = time.perf_counter()
@@ -64,7 +66,14 @@ def refresh(
         )
     asked = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
     request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-    summary = Summary(str(output), as_of, len(new), unknown_items=new.unknown_items, bad_rows=new.bad_rows)
+    summary = Summary(
+        str(output),
+        as_of,
+        len(new),
+        unknown_items=new.unknown_items,
+        rare_items=new.rare_items,
+        bad_rows=new.bad_rows,
+    )
     if _done_already(output, request):
         summary.already_done = True
         return summary

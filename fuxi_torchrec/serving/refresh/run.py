@@ -1,7 +1,5 @@
 """One refresh at work: part after part, users that did something encoded on, the others' files linked."""
 
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +45,7 @@ from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.encoding import UserModel, batches
 from fuxi_torchrec.serving.forgotten import KEY as FORGOTTEN
 from fuxi_torchrec.serving.forgotten import Forgotten
+from fuxi_torchrec.serving.refresh.files import link
 from fuxi_torchrec.serving.refresh.new_events import NewEvents
 from fuxi_torchrec.serving.refresh.summary import Clock, Summary
 
@@ -58,7 +57,6 @@ RULES = {
     "anchors": "past max_positions encoded events a user starts anew from the last max_length",
     "as_of": "touched users are asked at the refresh's as_of; users/ says when each was asked",
 }
-
 
 Progress = Callable[[str, int, int], None]  # what is done, users so far, users in all
 # where the events begin: with the export, or before it, as in the log of a Recommender on another one; or nobody knows
@@ -98,8 +96,7 @@ class RefreshRun:
 
     def run(self, request: str) -> None:
         """All parts, then what is the same, then the manifest."""
-        clock = Clock(self.summary.seconds)
-        self.clock = clock
+        clock = self.clock = Clock(self.summary.seconds)
         for folder in (USERS, HISTORIES, STATES):
             (self.place / folder).mkdir()
         events, ids, renewed = self._wanted_events()
@@ -360,17 +357,9 @@ class RefreshRun:
     # --- files -------------------------------------------------------------------------------------------------------
 
     def _link(self, name: str) -> None:
-        """The same file in the new export: another name of it, or a copy where links cannot be made."""
-        if name not in self.manifest.files or name in self.files:
-            return
-        source, target = self.bundle.path / name, self.place / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copy2(source, target)
-            sync(target)
-        self.files[name] = self.manifest.files[name]
+        if name in self.manifest.files and name not in self.files:
+            link(self.bundle.path / name, self.place / name)
+            self.files[name] = self.manifest.files[name]
 
     def _link_part(self, number: int) -> None:
         for name in (part_name(USERS, number), part_name(HISTORIES, number), part_name(STATES, number, "bin")):
@@ -402,10 +391,7 @@ class RefreshRun:
             files=dict(sorted(self.files.items())),
             parent={**parent, FORGOTTEN: forgotten} if forgotten else parent,
         )
-        for folder in {str(Path(name).parent) for name in self.files}:
-            sync(self.place / folder)
         write_manifest(self.place, manifest)
-        sync(self.place)
 
 
 def _mask(ids: pa.Array, among: pa.Array) -> NDArray[np.bool_]:

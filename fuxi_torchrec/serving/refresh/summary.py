@@ -18,6 +18,7 @@ class Summary:
     late_events: int = 0
     covered_events: int = 0
     unknown_items: int = 0
+    rare_items: int = 0
     bad_rows: dict[str, int] = field(default_factory=dict)
     touched_users: int = 0
     new_users: int = 0
@@ -48,6 +49,7 @@ class Summary:
             (self.late_events, "late events left out"),
             (self.covered_events, "events at their user's last time left out, which the export has"),
             (self.unknown_items, "events of items that the model does not know"),
+            (self.rare_items, "events of rare items left out"),
             (sum(self.bad_rows.values()), "bad rows left out"),
             (self.damaged_states, "damaged states encoded again"),
             (self.forgotten_users, "users forgotten"),

@@ -19,12 +19,15 @@ from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_from, make_enco
 from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.features import SideTable
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.events.log import LogSpec
+from fuxi_torchrec.events.times import TimeUnit
 from fuxi_torchrec.export.bundle import (
     ENCODER,
     HISTORIES,
     INDEX,
     ITEM_TABLE,
     ITEMS,
+    OTHER_ITEMS,
     SIDES,
     STATES,
     TABLES,
@@ -55,6 +58,8 @@ class DemoExport:
         state_min_events: shorter histories have no state.
         users_per_part: of users/, histories/ and states/.
         text_sides: side features whose values are ``value-INDEX``.
+        log: of the LogSpec, what is not as it is by default.
+        other_items: raw ids of other-items.parquet.
     """
 
     items: int = 200
@@ -73,7 +78,7 @@ class DemoExport:
     )
     similarity: Literal["cosine", "dot"] = "cosine"
     temperature: float = 0.05
-    time_unit: str = "s"
+    time_unit: TimeUnit = "s"
     max_length: int = 48
     state_min_events: int = 20
     users_per_part: int = 8
@@ -85,6 +90,18 @@ class DemoExport:
     histories: Histories | None = None
     as_of: int | None = None
     index: bool = True
+    log: dict[str, Any] = field(default_factory=dict)
+    other_items: tuple[int | str, ...] = ()
+
+    def log_spec(self) -> LogSpec:
+        """How its log was read: plain columns, unless ``log`` says more."""
+        ids = {"int64": "BIGINT", "string": "VARCHAR"}
+        columns = {"user_id": ids[self.user_id_type], "item_id": ids[self.item_id_type], "timestamp": "BIGINT"}
+        for side in self.sides:
+            text = side.name in self.text_sides
+            columns[side.name] = "VARCHAR" if text else "BIGINT" + "[]" * side.multiple
+        more = {**self.log, "columns": columns | self.log.get("columns", {})}
+        return LogSpec(time_unit=self.time_unit, features=tuple(side.name for side in self.sides), **more)
 
 
 def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> Manifest:
@@ -117,7 +134,6 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         similarity=demo.similarity,
         temperature=demo.temperature,
         dimension=config.dim,
-        time_unit=demo.time_unit,
         as_of=as_of,
         max_length=demo.max_length,
         state_min_events=demo.state_min_events,
@@ -127,9 +143,13 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         states=0,
         item_id_type=demo.item_id_type,
         user_id_type=demo.user_id_type,
+        log=demo.log_spec(),
         sides=demo.sides,
     )
     _write_items(directory, demo, tables[ITEM_TABLE])
+    if demo.log_spec().drops_rare_items:
+        others = pa.array(demo.other_items, ID_TYPES[demo.item_id_type])
+        pq.write_table(pa.table({"item_id": others}), directory / OTHER_ITEMS)
     for name in demo.text_sides:
         (directory / SIDES).mkdir(exist_ok=True)
         index = np.arange(1, demo.side_rows)

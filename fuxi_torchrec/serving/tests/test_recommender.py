@@ -219,7 +219,7 @@ def test_a_history_that_nobody_stores(tmp_path):
         assert recommender.info()["recent_events"] == 0
         with pytest.raises(ValueError, match=r"must not fall: timestamps\[1\]"):
             recommender.recommend_history([1001, 1002], [last, last - 1], last, 5)
-        with pytest.raises(ValueError, match="2 items and 1 timestamps"):
+        with pytest.raises(ValueError, match="2 items, 1 timestamps: there must be one of each"):
             recommender.recommend_history([1001, 1002], [last], last, 5)
 
 

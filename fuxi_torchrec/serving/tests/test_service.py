@@ -56,7 +56,8 @@ def test_events_count_at_once_and_users_can_be_forgotten(client):
     time = as_of(client) + DAY
     events = [{"user_id": 77, "item_id": 1001, "timestamp": time}, {"user_id": 77, "item_id": 5, "timestamp": time}]
     events.append({"user_id": 77, "item_id": 1001, "timestamp": time - 1})
-    assert client.post("/append", json={"events": events}).json() == {"accepted": 2, "late": 1, "unknown_items": 1}
+    counts = {"accepted": 2, "late": 1, "unknown_items": 1, "rare_items": 0, "filtered": 0}
+    assert client.post("/append", json={"events": events}).json() == counts
     answer = client.post("/recommend", json={"user_id": 77, "time": time}).json()
     assert (answer["known"], answer["events"]) == (True, 2)
     assert client.post("/forget", json={"user_ids": [77, 78]}).json() == {"forgotten": 1}
@@ -174,7 +175,7 @@ def test_a_disk_that_failed_is_bad_health(client, monkeypatch):
 def test_an_event_that_is_yet_to_come_is_refused(client):
     event = {"user_id": 3, "item_id": 1001, "timestamp": int(time.time()) + 3 * DAY}
     answer = client.post("/append", json={"events": [event]})
-    assert answer.status_code == 422 and "is yet to come: events have happened" in answer.json()["detail"]
+    assert answer.status_code == 422 and "is in the future: events have happened" in answer.json()["detail"]
 
 
 def test_more_events_than_memory_has_room_for_are_refused(client, recommender):

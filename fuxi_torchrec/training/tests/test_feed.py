@@ -3,11 +3,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fuxi_torchrec.config import LossConfig
 from fuxi_torchrec.data.schedule import Position
+from fuxi_torchrec.distributed import PeerError
 from fuxi_torchrec.embeddings.tests.small import ITEMS, input_of, random_batch, small_tables
-from fuxi_torchrec.tasks.negatives import in_batch_pool, shared_pool, uniform_per_position
-from fuxi_torchrec.training.feed import Feed, Step, StepMaker, sequence_weights
+from fuxi_torchrec.tasks.base import ItemSet
+from fuxi_torchrec.tasks.next_item import LossConfig, NextItem, sequence_weights
+from fuxi_torchrec.tasks.tests.test_samplers import in_batch_pool, shared_pool, uniform_per_position
+from fuxi_torchrec.training.feed import Feed, Step, StepMaker
 
 KNOWN = np.arange(1, ITEMS)[np.arange(1, ITEMS) % 4 > 0]
 COUNTS = np.where(np.isin(np.arange(ITEMS), KNOWN), np.arange(ITEMS) + 3, 0)
@@ -23,13 +25,14 @@ def batch_of(seed=1, sequences=9):
 
 
 def maker(**loss):
-    return StepMaker(LossConfig(**loss), COUNTS, KNOWN, small_tables("row_wise"), seed=7)
+    targets = NextItem(LossConfig(**loss)).target_maker(ItemSet(KNOWN, COUNTS), seed=7)
+    return StepMaker(targets, small_tables("row_wise"))
 
 
 def one(made, batch, position=WHERE):
     object.__setattr__(batch, "end", Position(position.epoch, position.step + 1))
     (given,) = made(position, [batch]).inputs
-    return given, given.items.values().numpy()
+    return given.targets, given.items.values().numpy()
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------
@@ -58,7 +61,7 @@ def test_weights_reach_the_input(weighting):
     batch = batch_of()
     given, _ = one(maker(weighting=weighting), batch)
     weights = sequence_weights(batch, weighting)
-    assert torch.equal(given.target_weights, weights[weights > 0])
+    assert torch.equal(given.weights, weights[weights > 0])
 
 
 # --- negatives -------------------------------------------------------------------------------------------------------
@@ -66,10 +69,10 @@ def test_weights_reach_the_input(weighting):
 
 def test_full_compares_with_every_known_item():
     given, ids = one(maker(negatives="full"), batch_of())
-    np.testing.assert_array_equal(ids[given.candidate_rows], KNOWN)
-    assert given.candidate_log_weights is None
-    assert (given.target_column >= 0).all()
-    np.testing.assert_array_equal(KNOWN[given.target_column], ids[given.target_rows])
+    np.testing.assert_array_equal(ids[given.items["candidates"]], KNOWN)
+    assert "log_weights" not in given.constants
+    assert (given.constants["target_column"] >= 0).all()
+    np.testing.assert_array_equal(KNOWN[given.constants["target_column"]], ids[given.items["targets"]])
 
 
 def test_shared_is_one_pool_for_all_micro_batches_and_processes_of_a_step():
@@ -77,19 +80,19 @@ def test_shared_is_one_pool_for_all_micro_batches_and_processes_of_a_step():
     expected, log_weights = shared_pool(KNOWN, 6, 7, 2, 5)
     for seed in range(3):
         given, ids = one(made, batch_of(seed))
-        np.testing.assert_array_equal(ids[given.candidate_rows], expected)
-        np.testing.assert_array_equal(given.candidate_log_weights, log_weights)
+        np.testing.assert_array_equal(ids[given.items["candidates"]], expected)
+        np.testing.assert_array_equal(given.constants["log_weights"], log_weights)
     given, ids = one(made, batch_of(), Position(2, 6))
-    assert ids[given.candidate_rows].tolist() != expected.tolist()
+    assert ids[given.items["candidates"]].tolist() != expected.tolist()
 
 
 def test_in_batch_takes_this_batchs_targets():
     batch = batch_of()
     given, ids = one(maker(negatives="in_batch"), batch)
     kept = batch.targets[batch.target_weights > 0].numpy()
-    expected, log_weights = in_batch_pool(kept, COUNTS, int(COUNTS.sum()))
-    np.testing.assert_array_equal(ids[given.candidate_rows], expected)
-    np.testing.assert_array_equal(given.candidate_log_weights, log_weights)
+    expected, log_weights = in_batch_pool(kept, COUNTS)
+    np.testing.assert_array_equal(ids[given.items["candidates"]], expected)
+    np.testing.assert_array_equal(given.constants["log_weights"], log_weights)
     assert set(expected) == set(kept.tolist())
 
 
@@ -103,16 +106,16 @@ def test_uniform_draws_for_each_position_by_user_and_place():
                 rows.append((user, int(batch.timestamps[a]), event - a))
     users, starts, places = (np.array(column) for column in zip(*rows, strict=True))
     expected = uniform_per_position(KNOWN, 5, 7, 2, 5, users, starts, places)
-    np.testing.assert_array_equal(ids[given.candidate_rows], expected)
-    assert given.target_column is None
+    np.testing.assert_array_equal(ids[given.items["candidates"]], expected)
+    assert "target_column" not in given.constants
 
 
 @pytest.mark.parametrize("negatives", ["shared", "uniform", "full", "in_batch"])
 def test_a_process_without_sequences_has_an_input_too(negatives):
     given, ids = one(maker(negatives=negatives, num_negatives=4), random_batch(0, 0))
-    assert len(given.input_rows) == len(given.target_weights) == 0
+    assert len(given.positions) == len(given.weights) == 0
     pooled = negatives in ("shared", "full")
-    assert (len(ids) > 0) == pooled == (given.candidate_rows.numel() > 0)
+    assert (len(ids) > 0) == pooled == (given.items["candidates"].numel() > 0)
 
 
 # --- the feed --------------------------------------------------------------------------------------------------------
@@ -129,7 +132,10 @@ def read_feed():
     read = []
     for given in feed:
         about = feed.waiting[-1]
-        assert about.scale == given.loss_scale and about.events == len(given.input_rows)
+        assert about.scale == given.loss_scale
+        events = torch.tensor(len(given.input_rows))
+        dist.all_reduce(events)
+        assert about.events == int(events)
         read.append((about.first, about.last, about.end.step, about.users.tolist(), len(given.items.lengths())))
     assert len(feed.waiting) == len(read)  # nothing was trained
     assert [a.users.tolist() for a in feed.waiting] == [users for *_, users, _ in read]
@@ -149,3 +155,52 @@ def test_the_feed_knows_what_it_has_handed_out(workers):
     assert [entry[3] for entry in second] == [[100], [101], [110], [120], [121], [122]]
     assert [entry[4] for entry in first] == [entry[4] for entry in second]
     assert scales == other and len(set(scales)) == 3  # one a step
+
+
+def steps_of(rank, broken):
+    for number, parts in enumerate((1, 3, 2)):
+        if (rank, number) == broken:
+            raise OSError("the disk is gone")
+        inputs = [input_of(rank, "shared", 10 * number + part) for part in range(parts)]
+        yield Step(inputs, [torch.zeros(0)] * parts, Position(0, number + 1))
+
+
+def read_until_it_fails(broken):
+    feed = Feed(steps_of(dist.get_rank(), broken), True, micro_batches=lambda position: (1, 3, 2)[position.step])
+    try:
+        return len(list(feed))
+    except (OSError, PeerError) as error:
+        return type(error).__name__, str(error), len(feed.waiting)
+
+
+def test_a_rank_that_cannot_read_takes_the_others_with_it(workers):
+    assert workers(2).run(read_until_it_fails, None) == [6, 6]
+    peer, own = workers(2).run(read_until_it_fails, (1, 1))
+    assert own == ("OSError", "the disk is gone", 1)
+    assert peer[0] == "PeerError" and peer[2] == 1
+    assert "reading training data failed on 1 of 2 ranks: rank 1: OSError: the disk is gone" in peer[1]
+
+
+class Stopping:
+    """Rank 1 says with the third step that it was asked to stop."""
+
+    def __init__(self):
+        self.said = 0
+
+    def say(self):
+        self.said += 1
+        return [float(dist.get_rank() == 1 and self.said == 3)]
+
+    def hear(self, everyone):
+        return not everyone.any()
+
+
+def read_until_asked_to_stop():
+    feed, read = Feed(steps_of(dist.get_rank(), None), True, Stopping()), 0
+    for _ in feed:
+        read += 1
+    return read, next(feed, None)
+
+
+def test_signals_end_the_feed_on_all_ranks_at_once(workers):
+    assert workers(2).run(read_until_asked_to_stop) == [(4, None)] * 2

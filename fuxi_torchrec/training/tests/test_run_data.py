@@ -2,11 +2,13 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from fuxi_torchrec.config import load_config
 from fuxi_torchrec.data.dataset import Dataset, SideInfo
 from fuxi_torchrec.data.prepare import prepare_synthetic
 from fuxi_torchrec.data.synthetic import SyntheticConfig
+from fuxi_torchrec.distributed import World
 from fuxi_torchrec.training.run_data import RunData, remarks
 from fuxi_torchrec.training.run_directory import RunDirectory
 
@@ -46,8 +48,9 @@ def test_in_batch_negatives_are_weighed_by_how_often_known_items_are_targets(tmp
     prepare_synthetic(SyntheticConfig(users=50, items=40, groups=4, window=5, max_length=30), path)
     given = [*EQUAL, f"data.path={path}", "data.min_item_events=30", "loss.negatives=in_batch"]
     config = load_config(None, given)
-    data = RunData.open(config, RunDirectory(tmp_path / "run"), resumed=False)
-    known, counts = data.items.known, data.pool_counts(config.loss)
+    alone = World(0, 1, 0, torch.device("cpu"))
+    data = RunData.open(config, RunDirectory(tmp_path / "run"), alone, resumed=False)
+    known, counts = data.items.known, data.item_set.target_counts
     assert 0 < known.sum() < 40
     assert (counts[~known] == 0).all()
     pairs = np.concatenate([after for _, after in data.maker.training_pairs()])

@@ -1,4 +1,4 @@
-"""DuckDB for one preparation: on disk, in a directory that goes away with it, and stopped as soon as its caller is.
+"""DuckDB for one reading of a log: in a directory that goes away with it, and stopped as soon as its caller is.
 
 DuckDB looks at signals only between its own tasks, which can be long, and turns what their handlers raise into errors
 of its own. So a thread beside the caller's runs the statements: the caller only waits, which a signal ends at once.
@@ -28,15 +28,19 @@ class Database:
         near: the directory is made in this one; in the system's for temporary files if None.
         memory_limit: for example ``"1GB"``. One half is DuckDB's, ``budget`` the other half, in bytes.
         threads: DuckDB's.
+        in_memory: tables are in memory, and in the directory only if they do not fit.
     """
 
-    def __init__(self, near: str | None, memory_limit: str, threads: int) -> None:
+    def __init__(
+        self, near: str | None = None, memory_limit: str = "4GB", threads: int = 2, in_memory: bool = False
+    ) -> None:
         self._pool = ThreadPoolExecutor(1)
         self._running: Future[Any] | None = None
         self.place = tempfile.mkdtemp(prefix="prepare-", dir=near)
         settings = {"memory_limit": memory_limit, "threads": threads, "temp_directory": self.place}
         try:
-            self.connection = duckdb.connect(os.path.join(self.place, "events.duckdb"), config=settings)
+            file = ":memory:" if in_memory else os.path.join(self.place, "events.duckdb")
+            self.connection = duckdb.connect(file, config=settings)
             self.budget = _bytes(self.value("SELECT current_setting('memory_limit')")) // 2
             self.rows(f"SET memory_limit = '{self.budget} B'")
             self.rows(f"SET streaming_buffer_size = '{min(_STREAMED, self.budget // 8)} B'")

@@ -1,10 +1,41 @@
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
-from fuxi_torchrec.tasks import negatives as module
-from fuxi_torchrec.tasks.negatives import in_batch_pool, shared_pool, uniform_per_position
+from fuxi_torchrec.tasks.base import ItemSet
+from fuxi_torchrec.tasks.samplers import SAMPLERS
+from fuxi_torchrec.tasks.samplers import uniform as module
 
 KNOWN = np.array([2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31])
+
+
+@dataclass(frozen=True)
+class At:
+    """What a sampler asks of a draw."""
+
+    seed: int = 0
+    epoch: int = 0
+    step: int = 0
+    where: tuple = ()
+    targets_P: tuple = ()
+
+    def places(self):
+        return self.where
+
+
+def shared_pool(known, count, *key):
+    found = SAMPLERS["shared"](count).draw(ItemSet(known), At(*key))
+    return found.ids, found.log_weights
+
+
+def uniform_per_position(known, count, seed, epoch, step, *where):
+    return SAMPLERS["uniform"](count).draw(ItemSet(known), At(seed, epoch, step, where)).ids
+
+
+def in_batch_pool(targets, counts):
+    found = SAMPLERS["in_batch"](1).draw(ItemSet(np.flatnonzero(counts), counts), At(targets_P=targets))
+    return found.ids, found.log_weights
 
 
 def positions(count, seed=0):
@@ -86,12 +117,12 @@ def test_uniform_draws_depend_on_everything_else():
 def test_nothing_to_draw():
     assert uniform_per_position(KNOWN, 8, 1, 2, 3, *positions(0)).shape == (0, 8)
     assert uniform_per_position(KNOWN, 0, 1, 2, 3, *positions(4)).shape == (4, 0)
-    assert [len(x) for x in in_batch_pool(np.zeros(3, np.int64), np.zeros(5, np.int64), 10)] == [0, 0]
+    assert [len(x) for x in in_batch_pool(np.zeros(3, np.int64), np.zeros(5, np.int64))] == [0, 0]
 
 
 def test_in_batch_pool_weighs_by_expected_count():
     counts = np.array([0, 10, 30, 60])
-    ids, log_weights = in_batch_pool(np.array([3, 0, 1, 3, 3, 1, 0]), counts, 100)
+    ids, log_weights = in_batch_pool(np.array([3, 0, 1, 3, 3, 1, 0]), counts)
     np.testing.assert_array_equal(ids, [1, 3])
     np.testing.assert_allclose(np.exp(log_weights), [2 / (5 * 0.1), 3 / (5 * 0.6)], rtol=1e-6)
     assert log_weights.dtype == np.float32
@@ -102,7 +133,7 @@ def test_in_batch_pool_estimates_the_denominator_of_all_items():
     counts, scores = np.array([0, 5, 10, 20, 25, 40]), np.array([9.0, 1.0, -0.5, 2.0, 0.0, -1.0])
     estimates = []
     for _ in range(2000):
-        ids, log_weights = in_batch_pool(generator.choice(6, 40, p=counts / 100), counts, 100)
+        ids, log_weights = in_batch_pool(generator.choice(6, 40, p=counts / 100), counts)
         estimates.append(np.exp(scores[ids] + log_weights).sum())
     exact = np.exp(scores[1:]).sum()
     error = np.std(estimates) / len(estimates) ** 0.5

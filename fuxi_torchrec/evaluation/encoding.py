@@ -1,0 +1,72 @@
+"""Users of a dataset to vectors, on all ranks: the one way in which validation, evaluation and export encode."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fuxi_torchrec.data.batches import EventBatch
+from fuxi_torchrec.distributed import World
+from fuxi_torchrec.embeddings.inputs import agree, make_input
+from fuxi_torchrec.embeddings.pipeline import ShardedModel
+from fuxi_torchrec.embeddings.tables import Tables
+from fuxi_torchrec.encoders.state import States
+from fuxi_torchrec.evaluation.partition import UserPartition
+from fuxi_torchrec.tasks.base import Targets
+from fuxi_torchrec.training.model import SequenceModel
+
+Ints = NDArray[np.int64]
+
+_EVENTS = 2**15  # events of a batch on a rank
+_STATE_BYTES = 2**27  # of a batch's states, about
+
+
+@dataclass(frozen=True)
+class UserEncoder:
+    """A sharded model that encodes users.
+
+    Args:
+        model: as it is trained, or as it was loaded.
+        tables: as they are sharded.
+        world: this rank among its peers.
+    """
+
+    model: ShardedModel
+    tables: Tables
+    world: World
+
+    @property
+    def module(self) -> SequenceModel:
+        """The model inside its wrappers."""
+        module = self.model.module
+        assert isinstance(module, SequenceModel)
+        return module
+
+    def partition(self, users: Ints, events: Ints) -> UserPartition:
+        """Users partitioned over ranks and into batches whose events and states are bounded.
+
+        Args:
+            users: rows in order.
+            events: of each of them that are encoded.
+        """
+        most = max(1, _STATE_BYTES // max(1, self.module.encoder.state_bytes))
+        return UserPartition.of(users, events, self.world.size, _EVENTS, most)
+
+    @torch.no_grad()
+    def states(self, batch: EventBatch) -> States:
+        """The users of a batch after their events: a collective."""
+        sides = [table.feature for table in self.tables.sides]
+        given = make_input(batch, Targets.none(), self.tables.items.rows, sides)
+        (ready,) = agree([given], self.tables.needs_equal_bags)
+        ready = ready.to(self.model.device)
+        encoder, rows = self.module.encoder, self.module.event_rows(ready)
+        return encoder.append(encoder.init_state(len(batch)), rows, ready.offsets, ready.timestamps, validate=False)
+
+    @torch.no_grad()
+    def vectors(self, batch: EventBatch, request_times: Sequence[Tensor]) -> list[Tensor]:
+        """(B, D) the users of a batch at each of several request times, their events read once: a collective."""
+        state = self.states(batch)
+        return [self.module.encoder.query(state, times.to(self.model.device)) for times in request_times]

@@ -1,0 +1,140 @@
+"""Ranks of held-out targets among all candidates: what validation and evaluation share."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fuxi_torchrec.data.batches import BatchMaker, EventBatch
+from fuxi_torchrec.distributed import raise_on_all_ranks
+from fuxi_torchrec.evaluation.encoding import UserEncoder
+from fuxi_torchrec.evaluation.ranking import Catalogue, Queries
+from fuxi_torchrec.tasks.softmax import Similarity
+
+Ints = NDArray[np.int64]
+RequestTime = Literal["target", "last"]
+REQUEST_TIMES: tuple[RequestTime, ...] = ("target", "last")
+HeldOutPart = Literal["test", "valid"]
+
+_EVERYTHING = 2**62  # events: no history is longer
+_RANKED_USERS = 512  # scored together: matrix products of fewer are slower
+
+# whole histories of a batch's users, and their targets; called where it may fail on one rank only
+Look = Callable[[EventBatch, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Users that were ranked together.
+
+    Attributes:
+        ranks: of all ranks' users, by request time.
+        own: which of them are this rank's.
+        lengths: of this rank's users' whole histories; those that are encoded, if no whole histories were read.
+        users: how many all ranks have ranked so far.
+    """
+
+    ranks: dict[RequestTime, Tensor]
+    own: slice
+    lengths: Tensor
+    users: int
+
+
+@dataclass
+class _Waiting:
+    """Users encoded and not yet ranked."""
+
+    vectors: list[list[Tensor]] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    lengths: list[Tensor] = field(default_factory=list)
+    seen: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out targets of a dataset, to be ranked by a model.
+
+    Args:
+        encoder: the model.
+        maker: the dataset with its split.
+        part: which targets.
+        candidates: ids in order.
+        similarity: of the scores.
+        max_length: events that are encoded, at most.
+        filter_seen: leave items of the user's whole history out of the candidates; the target stays.
+    """
+
+    encoder: UserEncoder
+    maker: BatchMaker
+    part: HeldOutPart
+    candidates: Ints
+    similarity: Similarity
+    max_length: int
+    filter_seen: bool = False
+
+    @torch.no_grad()
+    def ranked(
+        self,
+        users: Ints,
+        lengths: Ints,
+        request_times: Sequence[RequestTime],
+        look: Look | None = None,
+        moved: Callable[[], None] = lambda: None,
+    ) -> Iterator[Ranked]:
+        """Rank users, some hundred at a time: a collective.
+
+        Args:
+            users: rows in order; all of them have a target.
+            lengths: events of each, about.
+            request_times: when they are queried: at the target's time, at the last event's, or both.
+            look: is shown whole histories too.
+            moved: is called before every batch.
+        """
+        world, tables = self.encoder.world, self.encoder.tables
+        items, dim = self.encoder.module.items, tables.items.dim
+        catalogue = Catalogue(items, torch.from_numpy(self.candidates), dim, self.similarity, world)
+        partition = self.encoder.partition(users, np.minimum(lengths, self.max_length))
+        waiting, done = _Waiting(), 0
+        for number, flush in enumerate(partition.flushes(_RANKED_USERS)):
+            moved()
+            with raise_on_all_ranks("reading users to evaluate"):
+                batch = self.maker.evaluation(partition.batches[world.rank][number], self.part, self.max_length)
+                whole = self._whole(batch) if self.filter_seen or look is not None else batch
+                last = batch.offsets[1:] - 1
+                targets = batch.targets[last]
+                if look is not None:
+                    look(whole, targets)
+            times = {"target": batch.request_timestamps, "last": batch.timestamps[last]}
+            waiting.vectors.append(self.encoder.vectors(batch, [times[each] for each in request_times]))
+            waiting.targets.append(targets)
+            waiting.lengths.append(whole.offsets.diff())
+            waiting.seen.append(whole.items)
+            done += sum(len(batches[number]) for batches in partition.batches)
+            if flush:
+                yield self._rank(catalogue, waiting, request_times, done)
+                waiting = _Waiting()
+
+    def _rank(
+        self, catalogue: Catalogue, waiting: _Waiting, request_times: Sequence[RequestTime], users: int
+    ) -> Ranked:
+        lengths, targets = torch.cat(waiting.lengths), torch.cat(waiting.targets)
+        ranks, own = {}, slice(0)
+        for each, vectors in zip(request_times, zip(*waiting.vectors, strict=True), strict=True):
+            queries = Queries(torch.cat(vectors), targets)
+            if self.filter_seen:
+                queries.seen, queries.seen_lengths = torch.cat(waiting.seen), lengths
+            ranks[each], counts = catalogue.ranks(queries)
+            first = int(counts[: self.encoder.world.rank].sum())
+            own = slice(first, first + len(targets))
+        return Ranked(ranks, own, lengths, users)
+
+    def _whole(self, batch: EventBatch) -> EventBatch:
+        """The batch's users with everything before their targets."""
+        longest = int(batch.offsets.diff().max()) if len(batch) else 0
+        if longest < self.max_length:
+            return batch
+        return self.maker.evaluation(batch.users.numpy(), self.part, _EVERYTHING)

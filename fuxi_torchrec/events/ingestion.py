@@ -1,0 +1,205 @@
+"""A log's files to events, as SQL: the same columns, types, conditions and bad rows for whoever reads one."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from fuxi_torchrec.events.database import Database
+from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.log import INTEGERS, columns_of, kind_of, literal, quote, shown
+from fuxi_torchrec.events.sources import FILE, ROW, Source
+from fuxi_torchrec.logging import get_logger
+
+logger = get_logger(__name__)
+
+FEATURE = "feature_"  # before names of features, one of which may be "n" or "target"
+_TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
+
+
+class Ingestion:
+    """A log in a database.
+
+    The view or table ``log`` has a row for every row that the log's condition keeps: user_id, item_id, timestamp,
+    target if there is one, feature_NAME, source_file, and n, the order in which events were read: it decides ties.
+    :meth:`check_rows` adds ``events``, without source_file and bad rows.
+
+    Args:
+        database: where.
+        source: the log. Types of columns that its spec names are those that the log gets.
+        keep: read the files once and keep the rows in the database; else Parquet is read again by each query.
+
+    Attributes:
+        spec: the source's, with the types found.
+        first, last: times of the log, None without rows; after :meth:`check_rows`.
+    """
+
+    def __init__(self, database: Database, source: Source, keep: bool = False) -> None:
+        self.database, self.source = database, source
+        found = {row[0]: row[1] for row in database.rows(f"DESCRIBE SELECT * FROM {source.reader}")}
+        self._numbered = ROW in found
+        for ours in (FILE, ROW):
+            found.pop(ours, None)
+        self._check_columns(found)
+        reader, types = self._typed(found)
+        self.spec = replace(source.log, columns=types)
+        self.first: int | None = None
+        self.last: int | None = None
+        columns = [*self._columns(reader), f"{FILE} AS source_file", f"{ROW} AS n"]
+        where = f" WHERE {source.log.where}" if source.log.where else ""
+        # Parquet numbers its rows itself; text is parsed once and numbered then
+        if not self._numbered:
+            reader = f"(SELECT *, row_number() OVER () AS {ROW} FROM {reader})"
+        kind = "TABLE" if keep or not self._numbered else "VIEW"
+        database.rows(f"CREATE {kind} log AS SELECT {', '.join(columns)} FROM {reader}{where}")
+
+    def _name(self) -> str:
+        return self.source.files[0]
+
+    def _check_columns(self, found: Mapping[str, str]) -> None:
+        missing = [name for name in self.source.log.needed() if name not in found]
+        if missing:
+            raise DataError(f"{self._name()}: no column {', '.join(missing)}; the columns are {', '.join(found)}")
+
+    def _typed(self, found: dict[str, str]) -> tuple[str, dict[str, str]]:
+        """The reader with the types that the spec has written down, and those of all columns that it reads."""
+        log, casts = self.source.log, []
+        conditions = [name for each in (log.where, log.target) if each for name in columns_of(each)]
+        types = {name: kind_of(found[name]) for name in (*log.needed(), *conditions) if name in found}
+        for name, wanted in log.columns.items():
+            kind = types.get(name, wanted)
+            if kind == wanted or (kind != "VARCHAR" and wanted != "VARCHAR" and name not in log.features):
+                continue
+            if kind == "VARCHAR":  # so is a CSV column without values
+                self._check_text(name, wanted)
+            elif kind not in INTEGERS or wanted != "VARCHAR":
+                raise DataError(
+                    f"{self._name()}: column {name} is {found[name]}: it must be {wanted}, as in the dataset's log"
+                )
+            casts.append(f"CAST({quote(name)} AS {wanted}) AS {quote(name)}")
+            types[name] = wanted
+        reader = f"(SELECT * REPLACE ({', '.join(casts)}) FROM {self.source.reader})" if casts else self.source.reader
+        return reader, types
+
+    def _check_text(self, name: str, wanted: str) -> None:
+        column = quote(name)
+        other = self.database.rows(
+            f"SELECT {column} FROM {self.source.reader} "
+            f"WHERE {column} IS NOT NULL AND TRY_CAST({column} AS {wanted}) IS NULL LIMIT 1"
+        )
+        if other:
+            raise DataError(
+                f"{self._name()}: column {name} is VARCHAR, for example {other[0][0]!r}: in the dataset's log it is "
+                f"{wanted}"
+            )
+
+    def _columns(self, reader: str) -> list[str]:
+        """What is selected, under our names."""
+        log = self.source.log
+        described = self.database.rows(f"DESCRIBE SELECT {log.user}, {log.item}, {log.time} FROM {reader}")
+        user, item, time = (row[1] for row in described)
+        for what, kind in ((log.user, user), (log.item, item)):
+            if kind not in (*INTEGERS, "VARCHAR"):
+                raise DataError(
+                    f"{self._name()}: column {shown(what)} is {kind}: ids must be integers of at most 64 bits, signed, "
+                    "or text"
+                )
+        columns = [f"{log.user} AS user_id", f"{log.item} AS item_id", f"{self._time(time, reader)} AS timestamp"]
+        if log.target:
+            columns.append(f"CAST({log.target} AS FLOAT) AS target")
+        return columns + [f"{self._feature(name)} AS {quote(FEATURE + name)}" for name in log.features]
+
+    def _time(self, kind: str, reader: str) -> str:
+        """Times in the unit: integers are in it already."""
+        time, unit = self.source.log.time, self.source.log.time_unit
+        if kind in (*INTEGERS, "UBIGINT"):
+            return f"CAST({time} AS BIGINT)"
+        if kind.startswith("TIMESTAMP") or kind == "DATE":
+            return f"CAST(floor({_TIMESTAMP[unit]}({time})) AS BIGINT)"
+        example = self.database.rows(f"SELECT {time} FROM {reader} LIMIT 1")
+        if not example:
+            raise DataError(f"{self._name()}: no events")
+        raise DataError(
+            f"{self._name()}: column {shown(time)} is {kind}, for example {example[0][0]!r}: times must be integers "
+            "(seconds, milliseconds or microseconds since 1970) or timestamps; mixed kinds count as VARCHAR"
+        )
+
+    def _feature(self, name: str) -> str:
+        """Values of a feature: text or null, an integer, 0 if it is missing, or a list without nulls."""
+        kind, column = self.spec.columns[name], quote(name)
+        if kind == "VARCHAR":
+            return column
+        if kind == "BIGINT":
+            return f"CAST(coalesce({column}, 0) AS BIGINT)"
+        if kind == "BIGINT[]":
+            return f"coalesce(list_filter(CAST({column} AS BIGINT[]), lambda x: x IS NOT NULL), [])"
+        raise DataError(f"side column {name} is {kind}: integers, lists of integers or strings can be used")
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def _bad(self, more: Mapping[str, str]) -> dict[str, str]:
+        """What makes a row bad: reason to SQL condition."""
+        bad = {
+            "user is null": "user_id IS NULL",
+            "item is null": "item_id IS NULL",
+            "time is null": "timestamp IS NULL",
+            "time is negative": "timestamp < 0",
+        }
+        if self.spec.target:
+            bad["target weight is null, negative or not finite"] = (
+                "target IS NULL OR target < 0 OR NOT isfinite(target)"
+            )
+        return bad | dict(more)
+
+    def check_rows(self, more: Mapping[str, str] | None = None) -> dict[str, int]:
+        """Count bad rows by reason; name the first ones, or leave them out.
+
+        Args:
+            more: reasons of the caller's own, with their conditions on columns of ``log``.
+        """
+        conditions = self._bad(more or {})
+        every = " OR ".join(f"({condition})" for condition in conditions.values())
+        # Parquet answers these from its metadata
+        columns = ["user_id", "item_id", "timestamp", *(["target"] if self.spec.target else [])]
+        counts = ", ".join(f"count({column})" for column in columns)
+        rows, *numbers, self.first, self.last = self.database.row(
+            f"SELECT count(*), {counts}, min(timestamp), max(timestamp) FROM log"
+        )
+        skipped = {}
+        if self.spec.target or more or min(numbers) < rows or (self.first is not None and self.first < 0):
+            bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
+            found = dict(zip(conditions, self.database.row(f"SELECT {bad} FROM log"), strict=True))
+            skipped = {reason: int(count) for reason, count in found.items() if count}
+        where = f" WHERE NOT coalesce(({every}), true)" if skipped else ""
+        self.database.rows(f"CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log{where}")
+        if skipped:
+            lines = "; ".join(f"{count:,} rows: {reason}" for reason, count in skipped.items())
+            if self.spec.on_bad_rows == "error":
+                raise DataError(
+                    f"bad rows: {lines}. {self._first_bad_rows(every, conditions)}. Mend the log, or leave them out "
+                    "with --on-bad-rows skip"
+                )
+            logger.warning("bad rows left out: %s", lines)
+        self._check_features()
+        return skipped
+
+    def _first_bad_rows(self, every: str, conditions: dict[str, str]) -> str:
+        """File, row and reason of the first bad rows; rows count from 1 within their file."""
+        if not self._numbered:
+            firsts = f"SELECT {FILE} AS source_file, min({ROW}) AS first FROM "
+            firsts += f"(SELECT {FILE}, row_number() OVER () AS {ROW} FROM {self.source.reader}) GROUP BY 1"
+        else:
+            firsts = "SELECT DISTINCT source_file, 0 AS first FROM log"
+        row = f"n % {self.source.rows_per_file} + 1" if self._numbered else "n - first + 1"
+        case = " ".join(f"WHEN {condition} THEN {literal(reason)}" for reason, condition in conditions.items())
+        rows = self.database.rows(
+            f"SELECT source_file, {row}, CASE {case} END "
+            f"FROM (SELECT * FROM log WHERE {every} ORDER BY n LIMIT 3) "
+            f"JOIN ({firsts}) USING (source_file) ORDER BY n"
+        )
+        return "First: " + "; ".join(f"{name} row {row}: {reason}" for name, row, reason in rows)
+
+    def _check_features(self) -> None:
+        for name in self.spec.features:
+            kind, column = self.spec.columns[name], quote(FEATURE + name)
+            value = f"list_min({column})" if kind.endswith("[]") else column
+            if kind != "VARCHAR" and self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
+                raise DataError(f"side column {name} has negative values: they must be 0 or more")

@@ -1,0 +1,125 @@
+"""What a task is: which targets a batch has, the loss on looked-up rows, the metrics, what an export must say."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+Ints = NDArray[np.int64]
+
+
+class Events(Protocol):
+    """What a task sees of a micro-batch, on the host: T events of B sequences, one after another."""
+
+    @property
+    def targets(self) -> Tensor:
+        """(T,) the item after each event, 0 if it is unknown."""
+
+    @property
+    def target_weights(self) -> Tensor:
+        """(T,) float32, 0 where nothing is to be predicted."""
+
+    @property
+    def timestamps(self) -> Tensor:
+        """(T,) int64."""
+
+    @property
+    def offsets(self) -> Tensor:
+        """(B + 1,) int64."""
+
+    @property
+    def users(self) -> Tensor:
+        """(B,) rows of the users in the dataset."""
+
+
+@dataclass(frozen=True)
+class ItemSet:
+    """The items of a run.
+
+    Attributes:
+        ids: of the known items, in order.
+        target_counts: (items + 1,) how often each known item is a training target; None unless the task needs it.
+    """
+
+    ids: Ints
+    target_counts: Ints | None = None
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a task needs of a micro-batch.
+
+    Attributes:
+        positions: (P,) the events whose outputs it uses.
+        weights: (P,) float32; a step's values are divided by their sum over all ranks.
+        items: int64 of any shape, by name: ids to look up; after the lookup, their places in the looked-up rows.
+        constants: other tensors, by name.
+    """
+
+    positions: Tensor
+    weights: Tensor
+    items: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def none() -> "Targets":
+        """For a batch that is only encoded."""
+        return Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Targets":
+        """On another device."""
+
+        def moved(values: dict[str, Tensor]) -> dict[str, Tensor]:
+            return {name: value.to(device, non_blocking=non_blocking) for name, value in values.items()}
+
+        own = moved({"positions": self.positions, "weights": self.weights})
+        return replace(self, items=moved(self.items), constants=moved(self.constants), **own)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until the stream is done with it."""
+        for value in (self.positions, self.weights, *self.items.values(), *self.constants.values()):
+            value.record_stream(stream)
+
+
+class TargetMaker(Protocol):
+    """Makes the targets of a micro-batch where the data is read: picklable, and the same on any number of ranks."""
+
+    def __call__(self, epoch: int, step: int, events: Events) -> Targets:
+        """The targets of one micro-batch of a step."""
+
+
+class Task(nn.Module, ABC):
+    """From the encoder's outputs to losses and metrics. A new one is a file here and a line in the registry."""
+
+    needs_target_counts: bool = False  # of the items, for its TargetMaker
+    shown_metrics: ClassVar[tuple[str, ...]]  # of a validation, in the log
+
+    @abstractmethod
+    def target_maker(self, items: ItemSet, seed: int) -> TargetMaker:
+        """What makes its targets."""
+
+    @abstractmethod
+    def forward(self, outputs_PD: Tensor, item_rows_UD: Tensor, targets: Targets) -> dict[str, Tensor]:
+        """Weighted sums over positions, by name; ``loss`` is what is trained.
+
+        Args:
+            outputs_PD: the encoder's, at the targets' positions.
+            item_rows_UD: rows of all items of the micro-batch.
+            targets: with places in ``item_rows_UD`` in place of ids.
+        """
+
+    @abstractmethod
+    def lookups(self, events: int, items: int) -> int:
+        """Items that it looks up beside inputs and the events after them, at most: for planning."""
+
+    @abstractmethod
+    def loss_elements(self, lookups: int, events: int, dim: int) -> int:
+        """Elements of the loss's buffers, about: for planning."""
+
+    @abstractmethod
+    def exported(self) -> dict[str, Any]:
+        """What scores are made of, for an export's manifest."""

@@ -1,0 +1,136 @@
+"""The next item: a softmax over its score and those of candidates."""
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fuxi_torchrec.tasks.base import Events, ItemSet, TargetMaker, Targets, Task
+from fuxi_torchrec.tasks.samplers import SAMPLERS, Candidates, Draw, Sampler
+from fuxi_torchrec.tasks.softmax import LOGITS, candidate_softmax, position_softmax, scaled_items, scaled_queries
+
+if TYPE_CHECKING:
+    Negatives = str
+else:
+    Negatives = Literal[tuple(SAMPLERS)]
+
+Weighting = Literal["position", "user", "sqrt"]
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """Softmax over the next item's score and those of negatives."""
+
+    negatives: Negatives = field(
+        default="shared",
+        metadata={"help": "one pool a step; per position; all items; or this rank's targets with logQ"},
+    )
+    num_negatives: int = field(default=1024, metadata={"help": "shared: of the pool; uniform: of each position"})
+    similarity: Literal["cosine", "dot"] = field(
+        default="cosine", metadata={"help": "of queries and items, over the temperature"}
+    )
+    temperature: float = field(default=0.05, metadata={"help": "divides the scores"})
+    weighting: Weighting = field(
+        default="position", metadata={"help": "a sequence of n targets weighs n, 1, or the root of n"}
+    )
+
+    def __post_init__(self) -> None:
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be positive, not {self.temperature}")
+        if self.num_negatives < 1:
+            raise ValueError(f"num_negatives must be at least 1, not {self.num_negatives}")
+
+    @property
+    def sampler(self) -> Sampler:
+        """What chooses the negatives."""
+        return SAMPLERS[self.negatives](self.num_negatives)
+
+
+class NextItem(Task):
+    """Trained on all positions of a history at once, ranked by the score of its last."""
+
+    shown_metrics = ("hr@10", "ndcg@10", "hr@50", "mrr")
+
+    def __init__(self, config: LossConfig) -> None:
+        super().__init__()
+        self.config, self.sampler = config, config.sampler
+        self.needs_target_counts = self.sampler.needs_target_counts
+
+    def target_maker(self, items: ItemSet, seed: int) -> TargetMaker:
+        """Next items and what they are compared with."""
+        return NextItemTargets(self.sampler, self.config.weighting, items, seed)
+
+    def forward(self, outputs_PD: Tensor, item_rows_UD: Tensor, targets: Targets) -> dict[str, Tensor]:
+        """The softmax loss."""
+        similarity, items, constants = self.config.similarity, targets.items, targets.constants
+        queries_PD = scaled_queries(outputs_PD, similarity, self.config.temperature)
+        rows_UD = scaled_items(item_rows_UD, similarity)
+        if items["candidates"].ndim == 2:
+            loss = position_softmax(queries_PD, items["targets"], rows_UD, items["candidates"], targets.weights)
+        else:
+            loss = candidate_softmax(
+                queries_PD,
+                rows_UD.index_select(0, items["targets"]),
+                rows_UD.index_select(0, items["candidates"]),
+                constants.get("log_weights"),
+                constants["target_column"],
+                targets.weights,
+            )
+        return {"loss": loss}
+
+    def lookups(self, events: int, items: int) -> int:
+        """The negatives."""
+        return self.sampler.lookups(events, items)
+
+    def loss_elements(self, lookups: int, events: int, dim: int) -> int:
+        """Of the logits, or of the candidates' rows where those are more."""
+        candidates = self.config.num_negatives if self.sampler.per_position else lookups - events
+        return max(LOGITS, dim * candidates)
+
+    def exported(self) -> dict[str, Any]:
+        """How vectors are compared."""
+        return {"similarity": self.config.similarity, "temperature": self.config.temperature}
+
+
+@dataclass(frozen=True)
+class NextItemTargets:
+    """Makes the targets of a micro-batch: every event with a weight predicts the item after it."""
+
+    sampler: Sampler
+    weighting: Weighting
+    items: ItemSet
+    seed: int
+
+    def __call__(self, epoch: int, step: int, events: Events) -> Targets:
+        """Targets with the candidates that the sampler draws."""
+        weights = sequence_weights(events, self.weighting)
+        positions = torch.nonzero(weights > 0).squeeze(1)
+        found = self.sampler.draw(self.items, Draw(self.seed, epoch, step, events, positions))
+        return compared(events, positions, weights[positions], found)
+
+
+def compared(events: Events, positions: Tensor, weights: Tensor, candidates: Candidates) -> Targets:
+    """Positions whose targets are compared with candidates."""
+    targets, pool = events.targets[positions], candidates.ids
+    items = {"targets": targets, "candidates": torch.from_numpy(pool)}
+    constants = {}
+    if candidates.log_weights is not None:
+        constants["log_weights"] = torch.from_numpy(candidates.log_weights)
+    if pool.ndim == 1:  # where the pool holds the position's own target, −1 if it does not
+        place = np.minimum(np.searchsorted(pool, targets.numpy()), max(len(pool) - 1, 0))
+        own = pool[place] == targets.numpy() if len(pool) else np.zeros(len(place), bool)
+        constants["target_column"] = torch.from_numpy(np.where(own, place, -1))
+    return Targets(positions, weights, items, constants)
+
+
+def sequence_weights(events: Events, weighting: Weighting) -> Tensor:
+    """(T,) weights of the targets: a sequence of n targets weighs n (position), 1 (user) or the root of n (sqrt)."""
+    if weighting == "position":
+        return events.target_weights
+    count = len(events.users)
+    sequence = torch.repeat_interleave(torch.arange(count), events.offsets.diff())
+    total = torch.zeros(count).index_add_(0, sequence, events.target_weights).clamp(min=1e-12)
+    return events.target_weights / (total if weighting == "user" else total.sqrt())[sequence]

@@ -1,0 +1,27 @@
+"""Tasks by the name that ``task.kind`` gives them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from fuxi_torchrec.tasks.base import Task
+from fuxi_torchrec.tasks.next_item import LossConfig, NextItem
+
+TASKS: dict[str, Callable[[LossConfig], Task]] = {"next_item": NextItem}
+
+if TYPE_CHECKING:
+    TaskKind = str
+else:
+    TaskKind = Literal[tuple(TASKS)]
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is learned."""
+
+    kind: TaskKind = field(default="next_item", metadata={"help": "what is predicted of a history"})
+
+
+def make_task(config: TaskConfig, loss: LossConfig) -> Task:
+    """The task that a configuration asks for."""
+    return TASKS[config.kind](loss)

@@ -1,0 +1,88 @@
+"""What a sampler is: what a step's targets are compared with, drawn in the loader, the same on any number of ranks."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fuxi_torchrec.events.hashing import Bits
+from fuxi_torchrec.tasks.base import Events, Ints, ItemSet
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """What targets are compared with.
+
+    Attributes:
+        ids: (M,) distinct items in order, for all positions; or (P, K) items of each position.
+        log_weights: (M,) float32 added to the scores, or None.
+    """
+
+    ids: Ints
+    log_weights: Floats | None = None
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What candidates are drawn for: the P positions of a rank's micro-batch that have a target.
+
+    Attributes:
+        seed, epoch, step: everything random follows from them, and from the position where each has its own draws.
+        events: the micro-batch.
+        positions: (P,) its events with a target.
+    """
+
+    seed: int
+    epoch: int
+    step: int
+    events: Events
+    positions: torch.Tensor
+
+    @property
+    def targets_P(self) -> Ints:
+        """Ids of the targets."""
+        return self.events.targets[self.positions].numpy()
+
+    def places(self) -> tuple[Ints, Ints, Ints]:
+        """Of each position: the row of its user, the time at which its sequence starts, its place in the sequence."""
+        lengths = self.events.offsets.diff()
+        first = torch.repeat_interleave(self.events.offsets[:-1], lengths)[self.positions]
+        users = torch.repeat_interleave(self.events.users, lengths)[self.positions]
+        return users.numpy(), self.events.timestamps[first].numpy(), (self.positions - first).numpy()
+
+
+@dataclass(frozen=True)
+class Sampler(ABC):
+    """A way to choose candidates. A new one is a file here and a line in the registry.
+
+    Args:
+        count: ``loss.num_negatives``, for samplers that draw a number of items.
+    """
+
+    count: int
+
+    needs_target_counts: ClassVar[bool] = False  # how often each item is a training target
+    per_position: ClassVar[bool] = False  # candidates of its own for each position, (P, K); else one pool for all, (M,)
+    grows: ClassVar[bool] = False  # looks up more with more positions, or a larger catalogue
+
+    @abstractmethod
+    def draw(self, items: ItemSet, at: Draw) -> Candidates:
+        """The candidates of a micro-batch."""
+
+    @abstractmethod
+    def lookups(self, events: int, items: int) -> int:
+        """Items that it looks up beside inputs and targets, at most, for so many events of a catalogue."""
+
+
+def below(limit: int, bits: Bits) -> Bits:
+    """Bits to numbers in 0 .. limit − 1, in place: ⌊limit · bits / 2^64⌋, but for the bits that would overflow."""
+    width = limit.bit_length()
+    bits >>= np.uint64(width)
+    bits *= np.uint64(limit)
+    bits >>= np.uint64(64 - width)
+    return bits
