@@ -31,7 +31,7 @@ class Loader:
     Args:
         maker: the dataset with its split and known items.
         plan: how to batch.
-        rank, world_size: this process among all.
+        rank, world_size: this rank among all.
         max_events_per_rank: events of a micro-batch, at most; one sequence may exceed it.
         num_workers: processes that read ahead.
         lengths: training events of each user; counted here if None.
@@ -61,7 +61,7 @@ class Loader:
     def cache_bytes(self) -> int:
         """What each reading process should keep of blocks, so that none is read in one step and again in the next.
 
-        That is the blocks whose users are mixed at one time in this process's streams, and a quarter more: when a
+        That is the blocks whose users are mixed at one time in this rank's streams, and a quarter more: when a
         stream goes on to its next blocks, those it has done with are not the first to be dropped.
         """
         sizes = self.maker.reader.block_bytes()
@@ -86,7 +86,7 @@ class Loader:
         )
 
     def steps(self, epoch: int) -> int:
-        """Steps of an epoch, the same on every process."""
+        """Steps of an epoch, the same on every rank."""
         return self.schedule.steps(epoch)
 
     def converted(self, start: Position, end_epoch: int, convert: Convert[Converted]) -> Iterator[Converted]:

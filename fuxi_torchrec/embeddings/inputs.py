@@ -29,7 +29,7 @@ class ModelInput(Pipelineable):
     Every item that occurs (inputs and what the task asks for) is looked up once; its row is its place in the result.
 
     Attributes:
-        items: the U distinct items, one bag each; then empty bags, up to the largest U of all processes.
+        items: the U distinct items, one bag each; then empty bags, up to the largest U of all ranks.
         sides: one bag per event and side feature, or None.
         input_rows: (T,) rows of the input events.
         targets: what the task compares, its items by their rows.

@@ -8,17 +8,17 @@ from fuxi_torchrec.data.batches import SideFeature
 from fuxi_torchrec.embeddings.inputs import bags, padded
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE
 
-_AT_ONCE = 2**16  # rows that all processes together look up
+_AT_ONCE = 2**16  # rows that all ranks together look up
 
 
 def rows_at_once(processes: int) -> int:
-    """Of a lookup by each process: row-wise, every process holds partial sums of all processes' rows."""
+    """Of a lookup by each rank: row-wise, every rank holds partial sums of all ranks' rows."""
     return max(1024, _AT_ONCE // processes)
 
 
 @torch.no_grad()
 def item_rows(items: nn.Module, ids: Tensor, dim: int, device: torch.device) -> Tensor:
-    """(n, D) rows of these items: a collective; every process asks for its own, as many as it likes.
+    """(n, D) rows of these items: a collective; every rank asks for its own, as many as it likes.
 
     Args:
         items: the sharded collection of the item table.

@@ -81,12 +81,12 @@ def make_plan(
     device_type: str,
     memory_bytes: int | None = None,
 ) -> ShardingPlan:
-    """TorchRec's plan under the constraints of the config; the same on every process, without talking.
+    """TorchRec's plan under the constraints of the config; the same on every rank, without talking.
 
     Args:
         model: holds the collections, on any device.
         world_size, local_size: processes, and processes per host.
-        memory_bytes: of a process's device, or its share of the host for "cpu"; TorchRec's own guess if None.
+        memory_bytes: of a rank's device, or its share of the host for "cpu"; TorchRec's own guess if None.
     """
     check_shardable(tables, optimizer, world_size)
     constraints = {}
@@ -151,7 +151,7 @@ def _planned_kernel(sharding: Sharding) -> EmbeddingComputeKernel:
 
 
 def _columns(dim: int, world_size: int) -> int:
-    """Columns of a shard so that every process has some, if the width allows it."""
+    """Columns of a shard so that every rank has some, if the width allows it."""
     wanted = -(-dim // world_size)
     return next(n for n in range(_ALIGNMENT, dim + 1, _ALIGNMENT) if n >= wanted and dim % n == 0)
 
@@ -173,7 +173,7 @@ def _sharder(optimizer: OptimizerConfig) -> _Sharder:
 def shard(
     model: nn.Module, tables: Tables, optimizer: OptimizerConfig, world: World
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
-    """The model with its tables divided and the rest under DDP: a collective, planned on all processes first."""
+    """The model with its tables divided and the rest under DDP: a collective, planned on all ranks first."""
     with raise_on_all_ranks("planning the tables' sharding"):
         memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else None
         plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type, memory)
@@ -191,12 +191,12 @@ def shard(
 
 @dataclass(frozen=True)
 class Placement:
-    """A part of a table and the process that holds it."""
+    """A part of a table and the rank that holds it."""
 
     table: str
     sharding: str
     kernel: str
-    rank: int | None  # None: every process holds it
+    rank: int | None  # None: every rank holds it
     first_row: int
     first_column: int
     rows: int
@@ -243,7 +243,7 @@ def plan_to_json(plan: ShardingPlan, tables: Tables, world_size: int) -> str:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """A part of a table on this process; ``tensor`` is the live weight."""
+    """A part of a table on this rank; ``tensor`` is the live weight."""
 
     table: str
     tensor: Tensor
@@ -252,7 +252,7 @@ class LocalPart:
 
 
 def local_parts(model: DistributedModelParallel) -> Iterator[LocalPart]:
-    """What of the tables this process holds."""
+    """What of the tables this rank holds."""
     for name, value in table_states(model).items():
         table = table_of(name)
         assert table is not None
@@ -270,18 +270,18 @@ def table_states(model: DistributedModelParallel) -> dict[str, Any]:
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether every process holds a part of it only. (A ShardedTensor is a Tensor too.)"""
+    """Whether every rank holds a part of it only. (A ShardedTensor is a Tensor too.)"""
     return isinstance(value, ShardedTensor)
 
 
 def like_weight(weight: Any, local: Tensor | None) -> Any:
-    """Another value of each parameter of a table (a moment), divided among processes as the weight is.
+    """Another value of each parameter of a table (a moment), divided among ranks as the weight is.
 
     Without it a checkpoint would take the local tensors, all of one name, for copies of each other.
 
     Args:
         weight: a ShardedTensor, or a plain tensor of a data-parallel table.
-        local: the value of the local part; None where the process holds none.
+        local: the value of the local part; None where the rank holds none.
     """
     if not isinstance(weight, ShardedTensor):
         return local
@@ -295,7 +295,7 @@ def like_weight(weight: Any, local: Tensor | None) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """A copy in host memory, divided among processes as the value is."""
+    """A copy in host memory, divided among ranks as the value is."""
     if not isinstance(value, ShardedTensor):
         return value.detach().to("cpu", copy=True)
     local = [Shard(part.tensor.detach().to("cpu", copy=True), on_host(part.metadata)) for part in value.local_shards()]
@@ -307,14 +307,14 @@ def copied(value: Any) -> Any:
 
 
 def on_host(part: ShardMetadata) -> ShardMetadata:
-    """A part's description with its place in the memory of the process's host: torch compares it with the tensor's."""
+    """A part's description with its place in the memory of the rank's host: torch compares it with the tensor's."""
     assert isinstance(part.placement, _remote_device)
     place = f"rank:{part.placement.rank()}/cpu"
     return ShardMetadata(list(part.shard_offsets), list(part.shard_sizes), place)
 
 
 def clipped(value: Any, rows: int) -> Any:
-    """The first rows of a table or of its averages, divided among processes as they are; aliases the value."""
+    """The first rows of a table or of its averages, divided among ranks as they are; aliases the value."""
     if not isinstance(value, ShardedTensor):
         return value[:rows]
     metadata = copy.deepcopy(value.metadata())

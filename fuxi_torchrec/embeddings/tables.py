@@ -38,7 +38,7 @@ class Table:
         name: of the table.
         feature: of its lookups.
         rows: with row 0 for what is unknown.
-        sharding: how it is divided among processes.
+        sharding: how it is divided among ranks.
         pooling: of several values of an event.
     """
 

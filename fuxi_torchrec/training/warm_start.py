@@ -29,7 +29,7 @@ def warm_start(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
         model: what to load them into.
         own: what this run's checkpoints belong to.
         dataset: this run's.
-        world: this process among its peers.
+        world: this rank among its peers.
     """
     checkpoints = Checkpoints(RunDirectory(other).checkpoints, 1, world)
     path = broadcast_from_rank_0(f"opening --init-from {other}", lambda: find_checkpoint(checkpoints.directory))

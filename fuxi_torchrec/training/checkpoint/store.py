@@ -75,12 +75,12 @@ class Checkpoints:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def save(self, state: dict[str, Any], about: "About", group: dist.ProcessGroup | None = None) -> Path:
-        """Write a checkpoint: a collective. If it fails, it fails on every process and the previous one stands.
+        """Write a checkpoint: a collective. If it fails, it fails on every rank and the previous one stands.
 
         Args:
             state: all tensors, see :func:`state_of`.
             about: everything else.
-            group: of all processes, if not the default one.
+            group: of all ranks, if not the default one.
         """
         name = step_name(about.progress.step)
         final, partial = self.directory / name, self.directory / (_PARTIAL + name)
@@ -124,7 +124,7 @@ class Checkpoints:
             write_atomically(self.directory / BEST, checkpoint.name + "\n")
 
     def _checksums(self, partial: Path, group: dist.ProcessGroup | None) -> dict[str, tuple[int, int]]:
-        """Sizes and checksums of all files, each process reading its own."""
+        """Sizes and checksums of all files, each rank reading its own."""
         own = {}
         with raise_on_all_ranks("reading a checkpoint back", group):
             for path in sorted(partial.iterdir()):
@@ -146,7 +146,7 @@ class Checkpoints:
     # --- reading -----------------------------------------------------------------------------------------------------
 
     def read_info(self, path: Path) -> Info:
-        """What a checkpoint says about itself, its files checked: a collective, each process checks some."""
+        """What a checkpoint says about itself, its files checked: a collective, each rank checks some."""
         with raise_on_all_ranks(f"checking {path}"):
             info = read_info(path)
             for name in sorted(info.files)[self.world.rank :: self.world.size]:
