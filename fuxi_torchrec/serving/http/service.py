@@ -76,18 +76,18 @@ Int64 = Annotated[int, Field(ge=-_MOST, le=_MOST), BeforeValidator(_whole)]
 Text = Annotated[str, Field(min_length=1, max_length=2048)]
 
 
-def _sides(recommender: Recommender) -> type[BaseModel]:
-    """Side features of an event, by name; the fields have names of our own, since a class cannot have every one."""
+def _features(recommender: Recommender) -> type[BaseModel]:
+    """Features of an event, by name; the fields have names of our own, since a class cannot have every one."""
     fields: dict[str, Any] = {}
-    for number, side in enumerate(recommender.manifest.sides):
-        rows = recommender.side_rows(side.name)
+    for number, feature in enumerate(recommender.manifest.features):
+        rows = recommender.feature_rows(feature.name)
         kind: Any = Text | None
         if rows is not None:
             value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]
-            kind = list[value] if side.multiple else value
-        default: Any = None if rows is None else [] if side.multiple else 0
-        fields[f"side_{number}"] = (kind, Field(default, alias=side.name))
-    return create_model("Sides", __base__=_Strict, **fields)
+            kind = list[value] if feature.multiple else value
+        default: Any = None if rows is None else [] if feature.multiple else 0
+        fields[f"feature_{number}"] = (kind, Field(default, alias=feature.name))
+    return create_model("Features", __base__=_Strict, **fields)
 
 
 def _problems(*codes: int) -> dict[int | str, dict[str, Any]]:
@@ -190,7 +190,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         ItemId: TypeAlias = int | str
         Time: TypeAlias = int
         EventTime: TypeAlias = int
-        Sides: TypeAlias = BaseModel
+        Features: TypeAlias = BaseModel
     else:  # what the export has
         ids = {"int64": Int64, "string": Text}
         UserId, ItemId = ids[manifest.user_id_type], ids[manifest.item_id_type]
@@ -206,7 +206,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
             AfterValidator(partial(check_event_time, **times)),
             Field(json_schema_extra=lambda schema: schema.update(minimum=first, maximum=last_event(**times))),
         ]
-        Sides = _sides(recommender)
+        Features = _features(recommender)
 
     class Recommend(_Strict):
         """Ask for a user."""
@@ -221,7 +221,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
 
         item_id: ItemId
         timestamp: EventTime = Field(description=f"in {unit} since 1970; not in the future")
-        sides: Sides | None = Field(None, description="side features")
+        features: Features | None = Field(None, description="features")
         columns: dict[str, Any] | None = Field(None, description=f"of the log, for its condition: {manifest.log.where}")
 
     class RecommendHistory(_Strict):
@@ -314,8 +314,10 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         except ValueError as error:
             raise HTTPException(422, str(error)) from None
 
-    def plain(sides: BaseModel | None) -> dict[str, Any] | None:
-        return sides.model_dump(by_alias=True, exclude_none=True, exclude_unset=True) if sides is not None else None
+    def plain(features: BaseModel | None) -> dict[str, Any] | None:
+        return (
+            features.model_dump(by_alias=True, exclude_none=True, exclude_unset=True) if features is not None else None
+        )
 
     app = FastAPI(title="fuxi_torchrec", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     # for the description; the guard asks for the token, before there is a body
@@ -345,14 +347,14 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
             when,
             body.k,
             body.exclude_seen,
-            [plain(event.sides) or {} for event in events],
+            [plain(event.features) or {} for event in events],
             [event.columns or {} for event in events] if any(event.columns for event in events) else None,
         )
         return JSONResponse(answer.to_dict())
 
     @app.post("/append", **posts)
     async def append(body: Append) -> Appended:
-        events = [requests.Event(e.user_id, e.item_id, e.timestamp, plain(e.sides), e.columns) for e in body.events]
+        events = [requests.Event(e.user_id, e.item_id, e.timestamp, plain(e.features), e.columns) for e in body.events]
         kept = await in_thread(len(events), selected, events) if manifest.log.where else selected(events)
         done = replace(await asyncio.wrap_future(telling.submit(kept)), filtered=len(events) - len(kept))
         metrics.events.labels("accepted").inc(done.accepted)
