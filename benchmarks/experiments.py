@@ -5,8 +5,8 @@
     python -m benchmarks.experiments report
 
 `run` trains and evaluates through the commands that `list` shows, below runs/experiments, and writes what came out to
-docs/results/NAME.json; a run that was interrupted is resumed. `report` writes the tables and figures of docs/results.md
-from these files alone.
+docs/results/results.json; a run that was interrupted is resumed. `report` writes the tables and figures of
+docs/results.md from this file alone.
 """
 
 import argparse
@@ -14,21 +14,24 @@ import json
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from benchmarks import harness, movielens, report
 from benchmarks.rows import ROWS, SETS, Row
 from fuxi_torchrec.config import differences, load_config
-from fuxi_torchrec.strict_yaml import to_dict
 from fuxi_torchrec.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
 RUNS = Path("runs/experiments")
 RESULTS = ROOT / "docs" / "results"
+_WRITING = threading.Lock()  # rows end at the same time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,10 +90,9 @@ def commands_of(row: Row) -> list[str]:
     return found
 
 
-def resolved(row: Row) -> dict[str, Any]:
-    """All settings of a row, as JSON has them."""
-    found: dict[str, Any] = json.loads(json.dumps(to_dict(load_config(ROOT / row.config, row.settings))))
-    return found
+def settings_of(row: Row) -> Any:
+    """What the row's configuration file says; the commands have what differs from it."""
+    return yaml.safe_load((ROOT / row.config).read_text())
 
 
 def stale(row: Row) -> bool:
@@ -120,28 +122,16 @@ def run_row(row: Row) -> bool:
         if summary["preempted"]:
             print(f"{row.name}: training was stopped at step {summary['step']}: run it again to go on", file=sys.stderr)
             return False
-    found: dict[str, Any] = {"commands": commands, "machine": machine, "config": resolved(row), "training": summary}
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    found["curve"] = [
-        {"step": line["step"], **{name: round(line["validation"][name], 5) for name in ("hr@10", "ndcg@10")}}
-        for line in lines
-        if "validation" in line
-    ]
-    for kind in ("all", "unseen"):
-        if (run_dir / f"{kind}.json").exists():
-            found[kind] = rounded(json.loads((run_dir / f"{kind}.json").read_text()))
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{row.name}.json").write_text(json.dumps(found, indent=1) + "\n")
-    kinds = [f"{kind} {found[kind]['target']['hr@10']:.4f}" for kind in ("all", "unseen") if kind in found]
+    validations = [{"step": line["step"], **line["validation"]} for line in lines if "validation" in line]
+    files = {kind: run_dir / f"{kind}.json" for kind in ("all", "unseen")}
+    measured = {kind: json.loads(file.read_text()) for kind, file in files.items() if file.exists()}
+    about = {"commands": commands, "machine": machine, "config": settings_of(row)}
+    with _WRITING:
+        report.add(RESULTS, row.name, {**about, **report.essence(summary, validations, measured)})
+    kinds = [f"{kind} {found['target']['hr@10']:.4f}" for kind, found in measured.items()]
     print(f"{row.name}: HR@10 {', '.join(kinds)}, {summary['seconds']:.0f} s", flush=True)
     return True
-
-
-def rounded(value: Any) -> Any:
-    """Numbers with five digits after the point, and no paths."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items() if name != "dataset_path"}
-    return round(value, 5) if isinstance(value, float) else value
 
 
 if __name__ == "__main__":

@@ -9,16 +9,20 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.rows import ROWS, Row
+from fuxi_torchrec.artifacts import write_atomically
 from fuxi_torchrec.evaluation.baselines import NAMES
 
-Found = dict[str, Any]  # what one run's file holds
+Found = dict[str, Any]  # what came out of one run
+RESULTS = "results.json"
 RANKED = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
+TRAINING = ("step", "seconds", "events_per_second", "peak_memory_mb")
+CURVE = ("step", "hr@10", "ndcg@10")
 MIB = 2**20 / 1e9
 
 
 def write(results: Path, page: Path, figures: Path | None = None) -> int:
     """Put every study's table into the page, and draw the figures beside the results; 1 if rows have none yet."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
+    found = read(results)
     text, missing = page.read_text(), [row.name for row in ROWS if row.name not in found]
     for study, make in TABLES.items():
         done = [row for row in ROWS if row.study == study and row.name in found]
@@ -29,6 +33,44 @@ def write(results: Path, page: Path, figures: Path | None = None) -> int:
     if missing:
         print(f"{len(missing)} of {len(ROWS)} rows have no result yet: {', '.join(missing)}")
     return int(bool(missing))
+
+
+def read(results: Path) -> dict[str, Found]:
+    """What came out of every run so far, by name."""
+    file = results / RESULTS
+    found: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def add(results: Path, name: str, found: Found) -> None:
+    """Write down what came out of a run: a line of the one file, which has what the page and its figures need."""
+    everything = dict(sorted({**read(results), name: found}.items()))
+    lines = [f"{json.dumps(each)}: {json.dumps(value, separators=(',', ':'))}" for each, value in everything.items()]
+    results.mkdir(parents=True, exist_ok=True)
+    write_atomically(results / RESULTS, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def essence(summary: Found, validations: Sequence[Found], evaluations: dict[str, Found]) -> Found:
+    """Of a run's summary, its validations and its evaluations, what the page needs.
+
+    Args:
+        summary: of training.
+        validations: ``step`` and metrics.
+        evaluations: by the candidates, ``all`` or ``unseen``.
+    """
+    found: Found = {"training": {name: summary[name] for name in TRAINING}}
+    found["curve"] = [{name: round(point[name], 5) for name in CURVE} for point in validations]
+    for kind, measured in evaluations.items():
+        times = {each: ranked(measured[each]) for each in ("target", "last")}
+        baselines = {name: ranked(each) for name, each in measured["baselines"].items()}
+        found[kind] = {"max_length": measured["max_length"], "users": measured["users"], **times}
+        found[kind]["baselines"] = baselines
+    return found
+
+
+def ranked(metrics: Found) -> Found:
+    """The metrics of a table."""
+    return {name: round(metrics[name], 5) for name in RANKED}
 
 
 def replaced(text: str, name: str, content: str) -> str:
@@ -91,10 +133,10 @@ def ranking_table(
                 metrics = [cell([e[kind][request_time][m] for e in each]) for m in RANKED]
                 lines.append([what, *metrics, *([] if number else [*cost(each), runs(group)])])
             if kind == baseline_kind and request_time == "target":
-                ranked = found[rows[0].name][kind]["baselines"]
+                simple = found[rows[0].name][kind]["baselines"]
                 # nothing of the user's own is left to recommend in "unseen"
                 names = NAMES if kind == "all" else ("popularity", "transitions")
-                lines += [[name, *(cell([ranked[name][m]]) for m in RANKED)] for name in names]
+                lines += [[name, *(cell([simple[name][m]]) for m in RANKED)] for name in names]
             # what a run cost and is called stands in the first table only
             header = ["", *(m.upper() for m in RANKED), *([] if number else ["minutes", "events/s", "GB", "run"])]
             lines = [[*line, *[""] * (len(header) - len(line))] for line in lines]

@@ -211,7 +211,7 @@ def export(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
 def exported(run_dir: Path, output: Path, exact_items: int) -> dict[str, Any]:
     """An export and its peak memory."""
     from fuxi_torchrec.export.export import export as run_it
-    from fuxi_torchrec.export.job import ExportOptions
+    from fuxi_torchrec.export.options import ExportOptions
 
     run = load(run_dir)
     gc.collect()

@@ -19,7 +19,7 @@ class Row:
     """A training run and its evaluation.
 
     Attributes:
-        name: of its run directory and of the file with what came out.
+        name: of its run directory and of what came out.
         study: the table it stands in.
         set: the dataset.
         what: in the table's first column; rows that differ in their seed alone share it.

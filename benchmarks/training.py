@@ -165,7 +165,7 @@ def timed_steps(run_dir: Path, settings: list[str], steps: int) -> dict[str, flo
             clock.switch("rest")
             clock.parts.clear()
             events = 0
-        done = runner.train(trainer.progress)
+        done = runner.train()
         events += done.events
         trainer.progress = replace(trainer.progress, step=trainer.progress.step + 1, position=done.position)
         clock.switch("rest")
@@ -290,7 +290,7 @@ def speed(run_dir: Path, settings: list[str], steps: int) -> float:
     for number in range(steps + 3):
         if number == 3:
             events, began = 0, time.perf_counter()
-        events += runner.train(trainer.progress).events
+        events += runner.train().events
     trainer.directory.unlock()
     return events / (time.perf_counter() - began)
 

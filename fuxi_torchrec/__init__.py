@@ -1,28 +1,70 @@
 """FuXi-Linear on TorchRec: a linear-time, time-aware sequence encoder for recommendation.
 
-The encoder's names are loaded when first used and need torch alone. Importing the package itself imports nothing else,
-so that the doctor can run where torch is missing or broken.
+Every name is loaded when first used: importing the package imports nothing else, so that the doctor can run where torch
+is missing or broken. The encoder's names need torch alone; ``prepare``, ``refresh``, ``Recommender`` and ``Bundle`` no
+TorchRec.
 """
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fuxi_torchrec.api import evaluate, export, prepare, train
+    from fuxi_torchrec.config import Config, load_config
+    from fuxi_torchrec.data.prepare import PrepareOptions
     from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig, geometric_periods
     from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
     from fuxi_torchrec.encoders.registry import make_encoder
     from fuxi_torchrec.encoders.state import EncoderState
+    from fuxi_torchrec.evaluation.options import EvaluateOptions
+    from fuxi_torchrec.export.bundle import Bundle
+    from fuxi_torchrec.export.options import ExportOptions
+    from fuxi_torchrec.serving.recommender import Recommender
+    from fuxi_torchrec.serving.refresh.refresh import refresh
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "EncoderState": "fuxi_torchrec.encoders.state",
-    "FuXiLinearConfig": "fuxi_torchrec.encoders.fuxi_linear.config",
-    "FuXiLinearEncoder": "fuxi_torchrec.encoders.fuxi_linear.encoder",
-    "geometric_periods": "fuxi_torchrec.encoders.fuxi_linear.config",
-    "make_encoder": "fuxi_torchrec.encoders.registry",
+    "Bundle": "export.bundle",
+    "Config": "config",
+    "EncoderState": "encoders.state",
+    "EvaluateOptions": "evaluation.options",
+    "ExportOptions": "export.options",
+    "FuXiLinearConfig": "encoders.fuxi_linear.config",
+    "FuXiLinearEncoder": "encoders.fuxi_linear.encoder",
+    "PrepareOptions": "data.prepare",
+    "Recommender": "serving.recommender",
+    "evaluate": "api",
+    "export": "api",
+    "geometric_periods": "encoders.fuxi_linear.config",
+    "load_config": "config",
+    "make_encoder": "encoders.registry",
+    "prepare": "api",
+    "refresh": "serving.refresh.refresh",
+    "train": "api",
 }
 
-__all__ = ["EncoderState", "FuXiLinearConfig", "FuXiLinearEncoder", "__version__", "geometric_periods", "make_encoder"]
+__all__ = [
+    "Bundle",
+    "Config",
+    "EncoderState",
+    "EvaluateOptions",
+    "ExportOptions",
+    "FuXiLinearConfig",
+    "FuXiLinearEncoder",
+    "PrepareOptions",
+    "Recommender",
+    "__version__",
+    "evaluate",
+    "export",
+    "geometric_periods",
+    "load_config",
+    "make_encoder",
+    "prepare",
+    "refresh",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -30,8 +72,19 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+class _Package(ModuleType):
+    """``export`` stays the function when the folder of that name is imported, which sets it to the folder's module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "export":
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -2,21 +2,39 @@
 
 import fcntl
 import os
+import shutil
 import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+from fuxi_torchrec.errors import FuxiError
+
+
+class OutputError(FuxiError, ValueError):
+    """An output that cannot be written as asked."""
+
+
+@contextmanager
+def replace_file(path: Path) -> Iterator[Path]:
+    """A path to write at; the file then takes the place of another, whole or not at all, and is on disk."""
+    aside = path.with_name(f".{path.name}.new")
+    try:
+        yield aside
+        sync(aside)
+        os.replace(aside, path)
+        sync(path.parent)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Put a text in a file's place: all of it or nothing, and on disk when this returns."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-    sync(path.parent)
+    with replace_file(path) as aside:
+        aside.write_text(text)
 
 
 def sync(path: Path) -> None:
@@ -74,38 +92,80 @@ def is_locked(path: Path) -> bool:
         return not lock(file, 0.0, shared=True)
 
 
-class OutputLock:
-    """The right to write an output: a file beside it that one process holds, and that is gone afterwards.
+class NewDirectory:
+    """A directory that appears whole, or not at all; one process at a time makes it.
+
+    As a context manager it gives the place to write in, and commits unless there is an error. Where several ranks write
+    into the place, one of them calls the methods.
 
     Args:
-        output: what is to be written; its directory is made if need be.
+        output: must not exist.
+
+    Attributes:
+        scratch: a directory beside the output for whatever is needed on the way; it goes away, at the latest with the
+            next attempt.
+        place: the directory in it that becomes the output.
+        lock_path: a file that is locked while the output is being made.
     """
 
-    def __init__(self, output: Path) -> None:
-        parent = output.absolute().parent
-        self.path = parent / f".{output.name}.lock"
-        self._file: IO[str] | None = None
+    def __init__(self, output: str | Path) -> None:
+        self.output = Path(output).absolute()
+        self.scratch = self.output.with_name(f".{self.output.name}.partial")
+        self.place = self.scratch / self.output.name
+        self.lock_path = self.output.with_name(f".{self.output.name}.lock")
+        self._lock: IO[str] | None = None
 
-    def take(self) -> bool:
-        """Whether it is this process's now; False if another one has it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        file = self.path.open("a")
+    def begin(self) -> Path:
+        """Make the place, which only this process does; an OutputError if there is an output, or another writer."""
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        file = self.lock_path.open("a")
         try:
-            mine = lock(file, 0.0) and os.fstat(file.fileno()).st_ino == self.path.stat().st_ino
-        except FileNotFoundError:  # its holder has just removed it
-            mine = False
+            if not lock(file, 0.0) or os.fstat(file.fileno()).st_ino != self.lock_path.stat().st_ino:
+                raise FileNotFoundError
+        except FileNotFoundError:  # also if its holder has just removed it
+            file.close()
+            raise OutputError(
+                f"{self.output}: another job is writing it: wait for it, or choose another output"
+            ) from None
         except OSError:
             file.close()
             raise
-        if not mine:
-            file.close()
-            return False
-        self._file = file
-        return True
+        self._lock = file
+        try:
+            self.check()
+            shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
+            self.place.mkdir(parents=True)
+        except BaseException:
+            self.end()
+            raise
+        return self.place
 
-    def release(self) -> None:
-        """Let others have it; nothing happens if it was not taken."""
-        if self._file is not None:
-            self.path.unlink(missing_ok=True)
-            self._file.close()
-            self._file = None
+    def check(self) -> None:
+        """Refuse to write where something is."""
+        if self.output.exists():
+            raise OutputError(f"{self.output} exists: nothing is written over it, choose another output")
+
+    def commit(self) -> None:
+        """Give the place its name, everything in it on disk."""
+        self.check()
+        sync_all(self.place)
+        os.rename(self.place, self.output)
+        sync(self.output.parent)
+
+    def end(self) -> None:
+        """Leave nothing behind but the output, and let others in; nothing happens if it was not begun."""
+        if self._lock is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.lock_path.unlink(missing_ok=True)
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Path:
+        return self.begin()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.commit()
+        finally:
+            self.end()

@@ -1,5 +1,6 @@
 """The daily pipeline with real TorchX jobs: three days, killed twice on the way, a broken day, a rollback."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,10 +16,9 @@ from fuxi_torchrec.export.bundle import Bundle
 from integration_tests.launches import descendants, strike, until
 from pipelines import synthesize
 from pipelines.daily import config as daily_config
-from pipelines.daily.jobs import MARK, TorchXJobs, marked_processes
+from pipelines.daily.jobs import TorchXJobs
 from pipelines.daily.loop import FAILED, Daily
 from pipelines.daily.state import DailyError, Day
-from pipelines.daily.status import STAGES
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -74,10 +74,18 @@ class Pipeline:
 
     def kill_jobs(self):
         """All processes of all jobs; some may begin or end meanwhile."""
-        marks = [f"{self.root}:{day}:{stage}" for day in "0123" for stage in STAGES]
-        while left := [each for mark in marks for each in marked_processes(mark)]:
+        while left := self.processes():
             for each in left:
                 strike(each)
+
+    def processes(self, argument=""):
+        """Of jobs whose command line names something below the root."""
+        found = set()
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                if f"{self.root}/{argument}".encode() in (entry / "cmdline").read_bytes():
+                    found.add(int(entry.name))
+        return found
 
     def day(self, day):
         return json.loads((self.root / "state.json").read_text())["days"].get(day, {"status": "", "stages": {}})
@@ -109,7 +117,7 @@ def check_three_days(pipeline):
     process = pipeline.start()
     pipeline.wait_until(lambda: (root / "state.json").exists() and pipeline.is_training("0"), process)
     below = descendants(process.pid)
-    (torchrun,) = below.intersection(marked_processes(f"{root}:0:train")) - set().union(*map(descendants, below))
+    (torchrun,) = below.intersection(pipeline.processes("runs/0")) - set().union(*map(descendants, below))
     strike(torchrun, signal.SIGTERM)
     pipeline.wait_until(lambda: pipeline.is_training("1"), process)
     assert pipeline.day("0")["stages"]["train"]["attempts"] == 2, "it was launched again"
@@ -190,7 +198,6 @@ def test_a_dry_run_for_slurm_shows_complete_jobs(tmp_path):
         )
         assert script.count(f"-m pipelines.{module} ") == 2 and "--nnodes 2 --nproc_per_node 4" in script
         assert script.count("PET_MAX_RESTARTS=3") == script.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 2
-        assert f"{MARK}=/shared/daily:6:{stage}" in script
     assert f"--init-from={tmp_path}/runs/5" in made["train"] and f"--extend={tmp_path}/data/5" in made["prepare"]
 
 

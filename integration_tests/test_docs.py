@@ -1,6 +1,5 @@
 """The Python in README and docs runs, each page in a process of its own, block after block; so do README's commands."""
 
-import json
 import os
 import re
 import shlex
@@ -13,6 +12,7 @@ import httpx
 import pytest
 
 from benchmarks import experiments, report, rows
+from fuxi_torchrec.serving.tests.random_export import write_demo_export
 from integration_tests.services import Service
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +25,7 @@ def blocks(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs(page, tmp_path):
+    write_demo_export(tmp_path / "export")  # pages that read an export take this one for the reader's own
     script = tmp_path / f"{page.stem}.py"
     script.write_text("import torch\n" + "\n\n".join(blocks(page)))
     done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=110)
@@ -78,23 +79,17 @@ def plain_blocks(page):
     return re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def shared(section, earlier):
-    return {key: section[key] for key in earlier} if isinstance(earlier, dict) else section
-
-
-def test_tables_of_results_are_made_from_the_files_beside_them(tmp_path):
+def test_tables_of_results_are_made_from_the_file_beside_them(tmp_path):
     page, results = tmp_path / "results.md", ROOT / "docs" / "results"
     page.write_text((ROOT / "docs" / "results.md").read_text())
     report.write(results, page, figures=tmp_path)
     assert page.read_text() == (ROOT / "docs" / "results.md").read_text(), "python -m benchmarks.experiments report"
-    done = {path.stem: json.loads(path.read_text()) for path in results.glob("*.json")}
+    done = report.read(results)
     assert done.keys() <= {row.name for row in rows.ROWS}
     for row in rows.ROWS:
-        now = experiments.resolved(row)
         if row.name in done:
             assert done[row.name]["commands"] == experiments.commands_of(row)
-            then = done[row.name]["config"]  # keys that came later have a default
-            assert then == {section: shared(now[section], then[section]) for section in then}
+            assert done[row.name]["config"] == experiments.settings_of(row), f"{row.config} has changed since"
     for study in report.TABLES:
         for group in report.groups([row for row in rows.ROWS if row.study == study]).values():
             pattern = report.runs(group).strip("`")

@@ -129,7 +129,7 @@ def test_checkpoints_that_cannot_be_used_are_refused(workers, trained, tmp_path)
     description = run / "checkpoints" / "step-000000002" / "checkpoint.json"
     about = json.loads(description.read_text())
     description.write_text(json.dumps({**about, "format": 99}))
-    refused(workers, run, "format 99, this software reads 1")
+    refused(workers, run, "format 99, this software reads 2")
     about["identity"]["encoder"] = "7"
     description.write_text(json.dumps(about))
     refused(workers, run, "another version of this software")
@@ -177,7 +177,7 @@ def test_times_of_another_unit_are_refused(workers, trained, tmp_path, data):
     other = tmp_path / "set"
     shutil.copytree(data, other)
     about = json.loads((other / "dataset.json").read_text())
-    (other / "dataset.json").write_text(json.dumps({**about, "time_unit": "ms"}))
+    (other / "dataset.json").write_text(json.dumps({**about, "log": {**about["log"], "time_unit": "ms"}}))
     refused(workers, trained / "row_wise", "times are in ms, the run's in s", data=str(other), allow_other_data=True)
 
 

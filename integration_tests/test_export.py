@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fuxi_torchrec.artifacts import OutputLock
+from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.export.bundle import Bundle, scaled
 from fuxi_torchrec.export.parts import read_histories, read_users
@@ -30,7 +30,7 @@ def export(run_dir, output, load_options=None, **options):
     from fuxi_torchrec.evaluation import loading
     from fuxi_torchrec.export import export as exporting
     from fuxi_torchrec.export import users
-    from fuxi_torchrec.export.job import ExportOptions
+    from fuxi_torchrec.export.options import ExportOptions
 
     run = small.load(run_dir, **(load_options or {}))
     options = {"state_min_events": 10, "programs": False, **options}
@@ -290,13 +290,13 @@ def refused(workers, trained, output, *words, **options):
     found = workers(2).run(small.attempt, export, trained, output, **options)
     assert all(each is not None for each in found)
     assert any(all(word in each for word in words) for each in found), found
-    assert not Path(f"{output}.partial").exists()
+    assert not list(output.parent.glob(f".{output.name}*"))
 
 
 def test_an_output_that_exists_is_never_touched(workers, trained, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("!")
-    refused(workers, trained, tmp_path / "out", "exists", "name a new directory")
+    refused(workers, trained, tmp_path / "out", "exists", "choose another output")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
@@ -327,19 +327,18 @@ def test_other_bad_options_are_refused(workers, trained, tmp_path, data):
 
 
 def test_two_exports_into_one_output(workers, trained, tmp_path):
-    lock, partial = OutputLock(tmp_path / "out"), tmp_path / "out.partial" / "items"
-    assert lock.take()
-    partial.mkdir(parents=True)
+    other = NewDirectory(tmp_path / "out")
+    place = other.begin()
     found = workers(2).run(small.attempt, export, trained, tmp_path / "out")
-    assert all("another export is writing it: wait for it, or choose another output" in each for each in found)
-    assert partial.exists()  # the other one's
-    lock.release()
+    assert all("another job is writing it: wait for it, or choose another output" in each for each in found)
+    assert place.exists()  # the other one's
+    other.end()
     assert workers(2).run(export, trained, tmp_path / "out") == [40, 40]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_everything_is_on_disk_before_the_manifest_is(workers, trained, tmp_path):
-    synced = workers(2).run(recorded_export, trained, tmp_path / "out", tmp_path / "out.partial")
+    synced = workers(2).run(recorded_export, trained, tmp_path / "out", NewDirectory(tmp_path / "out").place)
     last = synced[0].index(".manifest.json.new")
     before = {*synced[0][:last], *synced[1]}
     bundle = Bundle.open(tmp_path / "out")

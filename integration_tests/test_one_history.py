@@ -55,7 +55,7 @@ def make_dataset(path, log_path, rule):
 
 def export(run_dir, output, data=None):
     from fuxi_torchrec.export import export as exporting
-    from fuxi_torchrec.export.job import ExportOptions
+    from fuxi_torchrec.export.options import ExportOptions
 
     run = small.load(run_dir, data=data, allow_other_data=data is not None)
     options = ExportOptions(state_min_events=10, programs=False, index=False)

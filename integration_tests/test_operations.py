@@ -125,7 +125,7 @@ def test_when_a_node_dies_the_other_one_continues_alone(data, tmp_path, undistur
             strike(pid)
         release(run_dir)
         said = finish(process, log, expected=1)  # TorchX says that a node has failed
-    assert "resumed from step-000000008, saved by 2 processes" in said
+    assert "resumed from step-000000008, saved by 2 ranks" in said
     assert json.loads((run_dir / "plan.json").read_text())["world_size"] == 1
     assert ends_as_undisturbed(run_dir, undisturbed)
 

@@ -30,7 +30,7 @@ def test_a_signal_ends_preparing_in_one_line_and_leaves_nothing(tmp_path, number
     )
     try:
         until = time.monotonic() + TIMEOUT
-        while not list(place.glob(".set.preparing/*/events.duckdb")):
+        while not list(place.glob(".set.partial/*/events.duckdb")):
             assert child.poll() is None, child.stderr.read()
             assert time.monotonic() < until, os.listdir(place)
             time.sleep(0.05)

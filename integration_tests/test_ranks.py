@@ -62,7 +62,7 @@ def calls_of_a_step(run_dir, settings):
     trainer, _ = runs.trainer(run_dir, settings, fresh=True)
     steps, calls = trainer.begin(), []
     for _ in range(3):
-        done = steps.train(trainer.progress)
+        done = steps.train()
         trainer.progress = replace(trainer.progress, step=done.step, position=done.position)
     real = {name: getattr(dist, name) for name in COLLECTIVES}
 
@@ -77,7 +77,7 @@ def calls_of_a_step(run_dir, settings):
     for name in COLLECTIVES:
         setattr(dist, name, counted(name))
     try:
-        steps.train(trainer.progress)
+        steps.train()
     finally:
         for name, function in real.items():
             setattr(dist, name, function)

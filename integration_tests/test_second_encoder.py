@@ -46,7 +46,7 @@ def evaluate(run_dir):
 
 def export(run_dir, output, as_of=None):
     from fuxi_torchrec.export import export as exporting
-    from fuxi_torchrec.export.job import ExportOptions
+    from fuxi_torchrec.export.options import ExportOptions
 
     options = ExportOptions(as_of=as_of, truncate=True, state_min_events=5)
     return exporting.export(small.load(run_dir), output, options).states

@@ -1,14 +1,21 @@
 """setup_env.py on machines where something is wrong, each in a directory of its own."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
+import setup_env
+
 ROOT = Path(__file__).parents[1]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+TORCH = next(need for need in EXTRAS["train-base"] if need.startswith("torch=="))
 
 
 @pytest.fixture
@@ -99,3 +106,43 @@ def test_a_half_made_venv_is_made_anew_and_an_index_out_of_reach_is_explained(pr
     assert "set PIP_INDEX_URL" in said
     assert not (project / ".venv" / "rubbish").exists()
     assert not (project / ".venv" / ".setup-stamp").exists()
+
+
+# --- what pip is asked for -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", setup_env.VARIANTS)
+@pytest.mark.parametrize("cpu_torch", [False, True])
+def test_the_pinned_torch_comes_first_and_is_named_wherever_something_needs_it(variant, cpu_torch):
+    first, *others = setup_env.pip_commands(variant, EXTRAS, cpu_torch)
+    assert first == [TORCH + ("+cpu" if cpu_torch and variant == "cpu" else "")]
+    for command in others:
+        assert command[0] in (first[0], "--no-deps"), command
+    assert ("--no-deps" in others[-1]) == (variant == "cpu"), "TorchRec asks for the CUDA build of FBGEMM"
+
+
+def dry_run(log, arguments):
+    """What pip would install in an empty environment, by name; and the packages that it fetched on its way."""
+    report = ["--dry-run", "--ignore-installed", "--quiet", "--report", "-", "--log", str(log)]
+    command = [sys.executable, "-m", "pip", "install", *report, *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["install"]
+    fetched = re.findall(r"(?:Downloading|Using cached|Processing) \S*?([^/\s]+)\.(?:whl|tar\.gz)", log.read_text())
+    return {each["metadata"]["name"].lower(): each["metadata"]["version"] for each in found}, fetched
+
+
+@pytest.mark.timeout(700)
+def test_a_dry_run_of_the_cpu_set_up_considers_the_pinned_torch_and_no_cuda_package(tmp_path):
+    probe = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", TORCH + "+cpu"]
+    reached = subprocess.run(probe, capture_output=True, text=True, timeout=200, check=False)
+    if reached.returncode:
+        pytest.skip(f"no package index in reach has {TORCH}+cpu: {reached.stderr.strip().splitlines()[-1:]}")
+    wanted, considered = TORCH.removeprefix("torch==") + "+cpu", set()
+    for number, arguments in enumerate(setup_env.pip_commands("cpu", EXTRAS, cpu_torch=True)):
+        found, fetched = dry_run(tmp_path / f"{number}.log", arguments)
+        assert found.get("torch", wanted) == wanted
+        names = [*found, *fetched]  # what the resolver fetched counts, whether it is installed in the end or not
+        assert not [name for name in names if name.startswith(("nvidia", "triton"))], names
+        considered |= {name.split("-")[1].replace("%2B", "+") for name in fetched if name.startswith("torch-")}
+    assert considered == {wanted}

@@ -319,7 +319,7 @@ def warnings_of_a_run(run_dir, settings):
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("fuxi_torchrec.training.trainer")
+    logger = logging.getLogger("fuxi_torchrec.training.run")
     logger.addHandler(handler)
     try:
         runs.run(run_dir, settings)

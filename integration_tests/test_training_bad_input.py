@@ -224,7 +224,7 @@ def test_what_cannot_be_trained_is_refused_and_can_be_corrected(workers, data, t
 def test_more_processes_than_rows(workers, tmp_path):
     make_dataset(tmp_path / "set", random_histories(0, users=20, longest=9, items=4), items=4)
     settings = changed(f"data.path={tmp_path / 'set'}")
-    words = ("tables.sharding", "item_table has 5 rows", "4 processes", "tables.sharding=data_parallel")
+    words = ("tables.sharding", "item_table has 5 rows", "4 ranks", "tables.sharding=data_parallel")
     refused(workers, tmp_path / "run", settings, "ShardingError", *words, world=4, both=True)
 
 
@@ -294,7 +294,8 @@ def test_a_run_is_not_resumed_with_something_else(
     other = tmp_path / "other"
     make_dataset(other, random_histories(seed, users=60, longest=30, items=ITEMS), items=items)
     description = json.loads((other / "dataset.json").read_text())
-    (other / "dataset.json").write_text(json.dumps({**description, "time_unit": unit}))
+    description["log"]["time_unit"] = unit
+    (other / "dataset.json").write_text(json.dumps(description))
     before = snapshot(run)
     settings = changed(f"data.path={other}", "train.max_steps=6", *overrides)
     refused(workers, run, settings, kind, *words)
@@ -415,10 +416,19 @@ def test_a_full_disk_leaves_the_last_checkpoint(workers, data, tmp_path, expecte
     assert resumes(workers, tmp_path, data, expected)
 
 
-@pytest.mark.parametrize("parts", ["null", "20"])
-def test_a_loss_that_is_no_number_stops_training_and_names_the_users(workers, run, data, expected, parts):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [],
+        ["batch.max_events_per_rank=20"],
+        ["logging.every_steps=100"],  # the loss is not read back: the next exchange tells
+        ["logging.every_steps=100", "train.pipeline=sparse_dist"],
+    ],
+    ids=["plain", "parts", "unlogged", "ahead"],
+)
+def test_a_loss_that_is_no_number_stops_training_and_names_the_users(workers, run, data, expected, settings):
     before = snapshot(run)
-    settings = changed(f"data.path={data}", "train.max_steps=6", f"batch.max_events_per_rank={parts}")
+    settings = changed(f"data.path={data}", "train.max_steps=6", *settings)
     words = ("the loss of step 5 is nan", "failed-step-5-rank-*.json", "step-000000004 is the last checkpoint")
     refused(workers, run, settings, "TrainingError", *words, both=True, prepare=poison)
     reports = [json.loads((run / f"failed-step-5-rank-{rank}.json").read_text()) for rank in range(2)]

@@ -11,9 +11,13 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fuxi_torchrec.distributed import exit_now, raise_on_all_ranks
+from fuxi_torchrec.api import export
+from fuxi_torchrec.distributed import exit_now
+from fuxi_torchrec.evaluation.options import RunOptions
+from fuxi_torchrec.export.options import ExportOptions
 from fuxi_torchrec.logging import get_logger, setup_logging
-from pipelines.evaluate import add_run_options, group_of
+from fuxi_torchrec.options import add_options, options_from
+from pipelines.evaluate import add_run_options
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,56 +25,24 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m pipelines.export", description=__doc__.splitlines()[0])
     add_run_options(found)
     found.add_argument("--output", required=True, type=Path, metavar="DIR", help="must not exist")
-    found.add_argument(
-        "--as-of",
-        metavar="T",
-        help="when users are asked: a number in the data's time unit, or ISO such as 2024-05-01T12:00:00 (UTC); by "
-        "default the latest event's time",
-    )
-    found.add_argument("--truncate", action="store_true", help="leave events after --as-of out")
-    found.add_argument(
-        "--state-min-events", type=int, default=2000, metavar="N", help="users with fewer encoded events get no state"
-    )
-    found.add_argument("--no-index", action="store_true", help="write no FAISS index")
-    found.add_argument(
-        "--exact-items", type=int, default=200_000, metavar="N", help="catalogues of more items get an HNSW index"
-    )
-    found.add_argument("--quantize", choices=["int8"], help="write an int8 index too")
-    found.add_argument("--no-programs", action="store_true", help="write no portable programs")
+    add_options(found, ExportOptions)
     return found
 
 
 @record
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export, on as many processes as torchrun has started."""
-    options = parser().parse_args(arguments)
-    setup_logging(options.log_level)
-    with group_of(options.run_dir) as world:
-        from fuxi_torchrec.evaluation.loading import load
-        from fuxi_torchrec.export.export import check_output, export
-        from fuxi_torchrec.export.job import ExportOptions
-
-        with raise_on_all_ranks("looking at the output"):  # before the checkpoint is read
-            check_output(options.output)
-            wanted = ExportOptions(
-                options.as_of,
-                options.truncate,
-                options.state_min_events,
-                not options.no_index,
-                options.exact_items,
-                options.quantize,
-                not options.no_programs,
-            )
-        run = load(options.run_dir, world, options.checkpoint, options.data, options.allow_other_data)
-        manifest = export(run, options.output, wanted)
-        get_logger(__name__).info(
-            "%s: %s items, %s users, %s states, as of %d",
-            options.output,
-            f"{manifest.items:,}",
-            f"{manifest.users:,}",
-            f"{manifest.states:,}",
-            manifest.as_of,
-        )
+    """Export, on as many ranks as torchrun has started."""
+    given = parser().parse_args(arguments)
+    setup_logging(given.log_level)
+    manifest = export(given.run_dir, given.output, options_from(given, ExportOptions), options_from(given, RunOptions))
+    get_logger(__name__).info(
+        "%s: %s items, %s users, %s states, as of %d",
+        given.output,
+        f"{manifest.items:,}",
+        f"{manifest.users:,}",
+        f"{manifest.states:,}",
+        manifest.as_of,
+    )
     return 0
 
 

@@ -16,16 +16,17 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fuxi_torchrec.api import prepare
 from fuxi_torchrec.data.dataset import INFO, DatasetInfo
-from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
-from fuxi_torchrec.data.synthetic import oracle_hit_rate
+from fuxi_torchrec.data.prepare import PrepareOptions
+from fuxi_torchrec.data.synthetic import SyntheticConfig, oracle_hit_rate
 from fuxi_torchrec.events import sources
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.filesystem import exists
 from fuxi_torchrec.events.sources import Source
 from fuxi_torchrec.events.times import TIME_UNITS, show_time
 from fuxi_torchrec.logging import setup_logging
-from pipelines.synthesize import add_synthetic_options, synthetic_config
+from fuxi_torchrec.options import add_options, options_from
 
 CLEARING_SECONDS = 5.0
 
@@ -41,14 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             sub.add_argument("--input", required=True, metavar="PATH", help="file, directory, zip or glob")
         sub.add_argument("--output", required=True, metavar="DIR", help="the dataset; must not exist")
         if has_input:
-            sub.add_argument(
-                "--memory-limit",
-                default="4GB",
-                help="of DuckDB and of sorting, half each (%(default)s); what does not fit spills to disk",
-            )
-            sub.add_argument("--threads", type=int, default=2)
-            sub.add_argument("--on-bad-rows", choices=("error", "skip"), default="error")
-            sub.add_argument("--extend", metavar="PREV", help="an earlier dataset whose item indices are kept")
+            add_options(sub, PrepareOptions)
         return sub
 
     events = kind("events", "CSV or Parquet logs with named columns")
@@ -74,8 +68,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     kuairand.add_argument("--min-item-events", type=int, default=101)
     kuairec = kind("kuairec", "KuaiRec: big_matrix.csv, its directory or its zip")
     kuairec.add_argument("--min-events", type=int, default=5, help="k of the k-core")
-    synthetic = kind("synthetic", "made-up histories of known structure", has_input=False)
-    add_synthetic_options(synthetic)
+    synthetic = kind("synthetic", "synthetic histories of known structure", has_input=False)
+    add_options(synthetic, SyntheticConfig)
     synthetic.add_argument("--oracle", action="store_true", help="also print the best HR@10 any model can reach")
     return parser.parse_args(arguments)
 
@@ -122,9 +116,8 @@ def run(args: argparse.Namespace, stopped: Sequence[signal.Signals] = ()) -> Dat
             bar.update(task, description=what, completed=done, total=total or None)
 
         if args.source == "synthetic":
-            config = synthetic_config(args)
-            return prepare_synthetic(config, args.output, report)
-        options = PrepareOptions(args.memory_limit, args.threads, args.on_bad_rows, args.extend)
+            return prepare(options_from(args, SyntheticConfig), args.output, progress=report)
+        options = options_from(args, PrepareOptions)
         with tempfile.TemporaryDirectory(prefix="unpacked-") as scratch:
             return prepare(make_source(args, scratch), args.output, options, report)
 
@@ -176,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if info.skipped_rows:
         print(f"rows left out: {json.dumps(info.skipped_rows)}")
     if args.source == "synthetic" and args.oracle:
-        best = oracle_hit_rate(synthetic_config(args))
+        best = oracle_hit_rate(options_from(args, SyntheticConfig))
         print(f"best achievable HR@10: {best:.4f}")
     return 0
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from fuxi_torchrec.events.times import parse_time, show_time
 from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.serving.recommender import Recommender
-from fuxi_torchrec.serving.requests import Answer
+from fuxi_torchrec.serving.requests import Answer, Request
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -24,7 +24,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     who.add_argument("--user", metavar="ID", help="a user's raw id")
     who.add_argument("--history", metavar="ITEM@TIME,...", help="an anonymous history: raw item ids and their times")
     parser.add_argument("--time", metavar="ISO|unix", help="of the request; the export's as_of by default")
-    parser.add_argument("-k", type=int, default=10, help="how many items")
+    parser.add_argument("-k", type=int, default=Request.k, help="how many items; %(default)s by default")
     parser.add_argument("--exclude-seen", action="store_true", help="leave out items of the history")
     parser.add_argument("--log-dir", type=Path, help="of appended events; the export's path and .log by default")
     parser.add_argument("--json", action="store_true", help="an object with user, as_of and items")

@@ -7,14 +7,28 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from fuxi_torchrec.logging import get_logger, setup_logging
-from fuxi_torchrec.serving.recommender import MAX_RECENT, Recommender
+from fuxi_torchrec.options import add_options, check_least, option, options_from
+from fuxi_torchrec.serving.options import Limits, RecommenderOptions
+from fuxi_torchrec.serving.recommender import Recommender
 
 logger = get_logger(__name__)
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What the server uses."""
+
+    threads: int | None = option(None, "of the encoder and the search; torch's choice by default", least=1)
+    max_connections: int = option(1024, "open at once; more are answered with 503", least=1)
+
+    def __post_init__(self) -> None:
+        check_least(self)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -26,34 +40,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     secret = parser.add_mutually_exclusive_group()
     secret.add_argument("--token-file", type=Path, help="file with the bearer token that callers must show")
     secret.add_argument("--token-env", metavar="NAME", help="environment variable with that token")
-    parser.add_argument("--log-dir", type=Path, help="of appended events; the export's path and .log by default")
-    parser.add_argument("--verify", choices=("sizes", "checksums"), default="sizes")
-    parser.add_argument("--search", choices=("index", "exact"), default="index")
-    parser.add_argument("--cache-mib", type=int, default=512, help="memory for states of recent users")
-    parser.add_argument(
-        "--max-recent-events",
-        type=int,
-        default=MAX_RECENT,
-        help="events since the export that are held in memory; beyond it, appending is 503 until a refresh",
-    )
-    parser.add_argument("--threads", type=int, help="of the encoder and the search; torch's choice by default")
-    parser.add_argument("--max-k", type=int, default=1000, help="items of an answer")
-    parser.add_argument("--max-body-kib", type=int, default=1024, help="size of a request")
-    parser.add_argument("--max-events", type=int, default=10_000, help="events of a request")
-    parser.add_argument("--max-connections", type=int, default=1024, help="open at once; more are answered with 503")
-    parser.add_argument("--max-batch", type=int, default=64, help="requests worked on together")
-    parser.add_argument("--batch-window-ms", type=float, default=2.0, help="how long a request waits for others")
+    for options in (RecommenderOptions, ServerOptions, Limits):
+        add_options(parser, options)
     return parser.parse_args(arguments)
-
-
-def check(args: argparse.Namespace) -> None:
-    """A ValueError if a number cannot be meant."""
-    least = {"cache_mib": 0, "max_k": 1, "max_body_kib": 1, "max_events": 1, "max_batch": 1, "batch_window_ms": 0}
-    least |= {"threads": 1, "max_recent_events": 1, "max_connections": 1}
-    for name, smallest in least.items():
-        value = getattr(args, name)
-        if value is not None and not value >= smallest:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {smallest}, not {value}")
 
 
 def read_token(args: argparse.Namespace) -> str | None:
@@ -76,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     setup_logging()
     try:
-        check(args)
+        opening, server = options_from(args, RecommenderOptions), options_from(args, ServerOptions)
+        limits = options_from(args, Limits)
     except ValueError as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
@@ -84,34 +74,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         import torch
         import uvicorn
 
-        from fuxi_torchrec.serving.http.service import Limits, create_app
+        from fuxi_torchrec.serving.http.service import create_app
     except ImportError as error:
         print(f'serve: {error.name} is not installed: pip install "fuxi_torchrec[serve]"', file=sys.stderr)
         return 1
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
+    if server.threads is not None:
+        torch.set_num_threads(server.threads)
     try:
         token = read_token(args)
-        recommender = Recommender.load(
-            args.export,
-            log_dir=args.log_dir,
-            verify=args.verify,
-            cache_mib=args.cache_mib,
-            search=args.search,
-            max_recent_events=args.max_recent_events,
-        )
+        recommender = Recommender.load(args.export, **vars(opening))
     except (ValueError, OSError) as error:
         print(f"serve: {error}", file=sys.stderr)
         return 1
     if token is None and args.host not in LOOPBACK:
         logger.warning("anybody who reaches %s can read and forget users: give --token-file", args.host)
-    limits = Limits(
-        k=args.max_k,
-        body_bytes=args.max_body_kib * 1024,
-        events=args.max_events,
-        batch=args.max_batch,
-        window_seconds=args.batch_window_ms / 1000,
-    )
     info = recommender.info()
     logger.info(
         "%s: %s users, %s items, as of %s", args.export, f"{info['users']:,}", f"{info['items']:,}", info["as_of"]
@@ -123,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         port=args.port,
         log_level="info",
         access_log=False,
-        limit_concurrency=args.max_connections,
+        limit_concurrency=server.max_connections,
         timeout_graceful_shutdown=10,
     )
     return 0

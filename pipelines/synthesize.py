@@ -1,4 +1,4 @@
-"""Make up an event log whose structure is known, cut into parts by time.
+"""Write a synthetic event log whose structure is known, cut into parts by time.
 
     python -m pipelines.synthesize --users 3000 --output data/log --cuts 0.98
 
@@ -7,9 +7,7 @@ today's. Each has ``user_id``, ``item_id`` and ``timestamp`` (seconds), by time.
 """
 
 import argparse
-import dataclasses
 import itertools
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,28 +16,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate, oracle_hit_rate
-
-
-def add_synthetic_options(parser: argparse.ArgumentParser) -> None:
-    """An option for everything the generator can be told."""
-    for each in dataclasses.fields(SyntheticConfig):
-        needed = each.default is dataclasses.MISSING
-        about = each.metadata["help"] + ("" if needed else f"; {each.default} by default")
-        default = None if needed else each.default
-        kind = int if each.type is int else float
-        parser.add_argument(f"--{each.name.replace('_', '-')}", type=kind, required=needed, default=default, help=about)
-
-
-def synthetic_config(options: argparse.Namespace) -> SyntheticConfig:
-    """What such options ask for."""
-    return SyntheticConfig(**{each.name: getattr(options, each.name) for each in dataclasses.fields(SyntheticConfig)})
+from fuxi_torchrec.options import add_options, options_from
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the log; exit code 1 and one line if it cannot."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.synthesize", description=__doc__.splitlines()[0])
-    add_synthetic_options(parser)
+    add_options(parser, SyntheticConfig)
     parser.add_argument("--output", type=Path, required=True, help="directory of the log; must not exist")
     parser.add_argument("--cuts", default="", help="shares of the events, rising, at which a new part begins: 0.9,0.95")
     parser.add_argument("--oracle", action="store_true", help="also print the best HR@10 any model can reach")
@@ -48,16 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cuts = [float(cut) for cut in options.cuts.split(",") if cut]
         if sorted(set(cuts)) != cuts or not all(0 < cut < 1 for cut in cuts):
             raise ValueError(f"--cuts must be rising shares between 0 and 1, not {options.cuts}")
-        config = synthetic_config(options)
-        if options.output.exists():
-            raise ValueError(f"{options.output} exists: name a new directory")
-        aside = options.output.with_name(f".{options.output.name}.partial")
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
-        for number, table in enumerate(parts(config, cuts)):
-            pq.write_table(table, aside / f"part-{number}.parquet")
-            print(f"{options.output / f'part-{number}.parquet'}: {len(table):,} events")
-        aside.rename(options.output)
+        config = options_from(options, SyntheticConfig)
+        with NewDirectory(options.output) as place:
+            for number, table in enumerate(parts(config, cuts)):
+                pq.write_table(table, place / f"part-{number}.parquet")
+                print(f"{options.output / f'part-{number}.parquet'}: {len(table):,} events")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

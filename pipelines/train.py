@@ -1,4 +1,4 @@
-"""Train FuXi-Linear on a prepared dataset.
+"""Train a sequence encoder on a prepared dataset.
 
     torchx run dist.ddp -j 1x2 -m pipelines.train -- --config configs/demo.yaml --run-dir runs/first [key=value ...]
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from fuxi_torchrec.api import train
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.distributed import exit_now, process_group
+from fuxi_torchrec.distributed import exit_now
 from fuxi_torchrec.logging import get_logger, setup_logging
 
 
@@ -20,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     found = argparse.ArgumentParser(prog="python -m pipelines.train", description=__doc__.splitlines()[0])
     found.add_argument("--config", help="YAML file of the experiment; by default the run's own, if it exists")
-    found.add_argument("--run-dir", required=True, help="directory of the run; an existing run is resumed")
+    found.add_argument("--run-dir", required=True, type=Path, help="directory of the run; an existing run is resumed")
     found.add_argument("--init-from", type=Path, metavar="RUN", help="start a new run from another run's weights")
     found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
@@ -28,32 +29,21 @@ def parser() -> argparse.ArgumentParser:
 
 @record
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, on as many processes as torchrun has started."""
+    """Train, on as many ranks as torchrun has started."""
     options = parser().parse_args(arguments)
-    own = Path(options.run_dir) / "config.yaml"
-    file = options.config or (own if own.exists() else None)
-    config = load_config(file, options.overrides)  # the same file and words on every process
+    own = options.run_dir / "config.yaml"
+    config = load_config(options.config or (own if own.exists() else None), options.overrides)
     setup_logging(config.logging.level)
-    logger = get_logger(__name__)
-    device = None if config.distributed.device == "auto" else config.distributed.device
-    with process_group(config.distributed.timeout_seconds, device) as world:
-        from fuxi_torchrec.evaluation.validation import validate
-        from fuxi_torchrec.training.interruption import StopRequest
-        from fuxi_torchrec.training.run_directory import RunDirectory
-        from fuxi_torchrec.training.trainer import Trainer
-
-        with StopRequest().listening() as stop:
-            trainer = Trainer(config, RunDirectory(options.run_dir), world, validate, options.init_from, stop)
-            summary = trainer.train()
-        logger.info(
-            "%s: %d steps in %.1f s, %s events/s%s; %s",
-            "stopped as asked" if summary["preempted"] else "done",
-            summary["step"],
-            summary["seconds"],
-            f"{summary['events_per_second']:,}",
-            f", best {summary['metric']} {summary['best_metric']:.4f}" if summary["best_metric"] is not None else "",
-            options.run_dir,
-        )
+    summary = train(config, options.run_dir, init_from=options.init_from)
+    get_logger(__name__).info(
+        "%s: %d steps in %.1f s, %s events/s%s; %s",
+        "stopped as asked" if summary["preempted"] else "done",
+        summary["step"],
+        summary["seconds"],
+        f"{summary['events_per_second']:,}",
+        f", best {summary['metric']} {summary['best_metric']:.4f}" if summary["best_metric"] is not None else "",
+        options.run_dir,
+    )
     return 0
 
 

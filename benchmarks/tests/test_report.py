@@ -1,7 +1,5 @@
 """Tables and figures of results."""
 
-import json
-
 import pytest
 
 from benchmarks import report
@@ -38,12 +36,12 @@ def test_a_group_is_named_by_a_pattern(names, expected):
 
 
 def result(hr, seconds=60.0, speed=1000, validated=True):
-    ranked = dict.fromkeys(report.RANKED, hr)
-    return {
-        "training": {"seconds": seconds, "events_per_second": speed, "peak_memory_mb": 1000, "step": 10},
-        "curve": [{"step": step, "hr@10": hr / 2, "ndcg@10": hr / 4} for step in (5, 10) if validated],
-        "all": {"target": ranked, "last": ranked, "max_length": 50, "baselines": {}},
-    }
+    ranked = {**dict.fromkeys(report.RANKED, hr), "by_history_length": {}}
+    return report.essence(
+        {"seconds": seconds, "events_per_second": speed, "peak_memory_mb": 1000, "step": 10, "preempted": False},
+        [{"step": step, "hr@10": hr / 2, "ndcg@10": hr / 4} for step in (5, 10) if validated],
+        {"all": {"target": ranked, "last": ranked, "max_length": 50, "users": 7, "baselines": {}}},
+    )
 
 
 def test_a_page_has_tables_and_figures_of_what_was_run(tmp_path, monkeypatch, capsys):
@@ -51,13 +49,13 @@ def test_a_page_has_tables_and_figures_of_what_was_run(tmp_path, monkeypatch, ca
     monkeypatch.setattr(report, "ROWS", rows)
     page = tmp_path / "page.md"
     page.write_text("\n".join(f"<!-- begin {study} -->\n<!-- end {study} -->" for study in report.TABLES))
-    (tmp_path / "l-1.json").write_text(json.dumps(result(0.25, validated=False)))
+    report.add(tmp_path, "l-1", result(0.25, validated=False))
     assert report.write(tmp_path, page) == 1
     assert "1 of 2 rows have no result yet: l-2" in capsys.readouterr().out
     assert not (tmp_path / "curves.png").exists()
     assert "| 1 | .250 | .250 | .250 | .250 | .250 | 1.0 | 1,000 | 1.05 | `l-1` |" in page.read_text()
     assert page.read_text().count("Not measured yet.") == len(report.TABLES) - 1
-    (tmp_path / "l-2.json").write_text(json.dumps(result(0.75)))
+    report.add(tmp_path, "l-2", result(0.75))
     assert report.write(tmp_path, page) == 0
     assert "| 2 | .750 |" in page.read_text()
     for name in ("lengths.png", "curves.png"):

@@ -23,6 +23,7 @@ from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
 from fuxi_torchrec.events.sources import Source
 from fuxi_torchrec.events.times import PER_SECOND, show_time
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.options import option
 
 logger = get_logger(__name__)
 
@@ -34,18 +35,12 @@ _SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a feature column bey
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare, whatever the source.
+    """How to prepare, whatever the source."""
 
-    Attributes:
-        memory_limit: of DuckDB and of sorting, half each, for example ``"1GB"``; what does not fit spills to disk.
-        on_bad_rows: ``error`` names the first bad rows, ``skip`` counts and leaves them out.
-        extend: an earlier dataset whose item indices are kept.
-    """
-
-    memory_limit: str = "4GB"
-    threads: int = 2
-    on_bad_rows: OnBadRows = "error"
-    extend: str | None = None
+    memory_limit: str = option("4GB", "of DuckDB and of sorting, half each; what does not fit spills to disk")
+    threads: int = option(2, "of DuckDB")
+    on_bad_rows: OnBadRows = option("error", "name the first bad rows, or count and leave them out")
+    extend: str | None = option(None, "an earlier dataset whose item indices are kept", metavar="PREV")
 
 
 def prepare(

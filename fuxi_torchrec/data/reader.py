@@ -48,7 +48,7 @@ class Reader:
 
     Args:
         dataset: what to read.
-        features: features wanted; none by default.
+        features: names of those wanted; none by default.
         on_bad_rows: ``error``, or ``skip``: bad users count as users without events.
         cache_bytes: decoded blocks kept; a loader divides it among its worker processes.
     """

@@ -14,14 +14,14 @@ on the block it is made in, nor on how many users there are.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from statistics import NormalDist
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuxi_torchrec.events.hashing import GOLDEN, Bits, scramble
+from fuxi_torchrec.options import option
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -42,10 +42,6 @@ _EXPONENTIAL = np.array([-math.log((n + 0.5) / 256) for n in range(256)])
 _LENGTH, _JITTER, _FIRST, _VISIT, _GAP, _GROUP, _PLACE, _SOURCE, _PICK, _CATALOGUE = range(10)
 
 
-def _key(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class SyntheticConfig:
     """What to generate; checked when made.
@@ -54,20 +50,20 @@ class SyntheticConfig:
     the distribution; with the defaults, 256 users or more have a history beyond 10,000 events.
     """
 
-    users: int = field(metadata={"help": "number of histories"})
-    seed: int = _key(0, "decides all the rest")
-    items: int = _key(2000, "catalogue size, a multiple of groups")
-    groups: int = _key(20, "number of item groups")
-    median_length: float = _key(60.0, "median events of a history")
-    length_sigma: float = _key(1.95, "standard deviation of the lengths' logarithm")
-    max_length: int = _key(20_000, "longer histories are cut to this")
-    window: int = _key(20, "items of a group that a user likes at a time")
-    fade: float = _key(0.8, "liking of an item over that of the next newer one")
-    drift_days: float = _key(10.0, "days until the window moves on by one item")
-    repeat: float = _key(0.2, "probability that an event repeats a recent item")
-    recent: int = _key(5, "how many events back a repeat can reach")
-    noise: float = _key(0.05, "probability that an event is any item")
-    new_visit: float = _key(0.4, "probability that an event begins a visit")
+    users: int = option(MISSING, "number of histories")
+    seed: int = option(0, "decides all the rest")
+    items: int = option(2000, "catalogue size, a multiple of groups")
+    groups: int = option(20, "number of item groups")
+    median_length: float = option(60.0, "median events of a history")
+    length_sigma: float = option(1.95, "standard deviation of the lengths' logarithm")
+    max_length: int = option(20_000, "longer histories are cut to this")
+    window: int = option(20, "items of a group that a user likes at a time")
+    fade: float = option(0.8, "liking of an item over that of the next newer one")
+    drift_days: float = option(10.0, "days until the window moves on by one item")
+    repeat: float = option(0.2, "probability that an event repeats a recent item")
+    recent: int = option(5, "how many events back a repeat can reach")
+    noise: float = option(0.05, "probability that an event is any item")
+    new_visit: float = option(0.4, "probability that an event begins a visit")
 
     def __post_init__(self) -> None:
         for name in ("users", "items", "groups", "median_length", "window", "fade", "drift_days", "recent"):

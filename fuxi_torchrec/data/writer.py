@@ -5,8 +5,6 @@ everywhere.
 """
 
 import hashlib
-import os
-import shutil
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fuxi_torchrec.artifacts import OutputLock, sync, sync_all
+from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.data.dataset import (
     INFO,
     ITEM,
@@ -91,11 +89,7 @@ class DatasetWriter:
         self.log, self.source = log, source
         self.place = self.output
         self.scratch: str | None = None
-        self._lock: OutputLock | None = None
-        if is_local(output):
-            path = Path(self.output).absolute()
-            self.scratch = str(path.with_name(f".{path.name}.preparing"))
-            self.place, self._lock = f"{self.scratch}/dataset", OutputLock(path)
+        self._local = NewDirectory(self.output) if is_local(output) else None
         self._begin()
         self._files: list[FileInfo] = []
         self._writer: pq.ParquetWriter | None = None
@@ -110,27 +104,14 @@ class DatasetWriter:
         self._working: deque[Future[None]] = deque()
 
     def _begin(self) -> None:
-        """Make the place to write in; only this process does."""
-        if self._lock is not None and not self._lock.take():
-            raise DataError(f"{self.output}: another prepare is writing it: wait for it, or choose another output")
-        try:
-            if exists(self.output):
-                raise DataError(f"{self.output} exists already: choose another output, or delete it first")
-            if self.scratch is not None:
-                shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed
-                Path(self.place).mkdir(parents=True)
-            else:
-                filesystem, inside = resolve(self.place)
-                filesystem.create_dir(inside, recursive=True)
-        except BaseException:
-            self._end()
-            raise
-
-    def _end(self) -> None:
-        """Leave nothing behind but the dataset; remotely there may be files without ``dataset.json``."""
-        if self._lock is not None and self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            self._lock.release()
+        """Make the place to write in; remotely a writer that fails leaves files without ``dataset.json``."""
+        if self._local is not None:
+            self.place, self.scratch = str(self._local.begin()), str(self._local.scratch)
+            return
+        if exists(self.output):
+            raise DataError(f"{self.output} exists: nothing is written over it, choose another output")
+        filesystem, inside = resolve(self.place)
+        filesystem.create_dir(inside, recursive=True)
 
     def reserve(self, feature: str, rows: int) -> None:
         """A feature may have at least so many values, whether they occur or not; before anything is written."""
@@ -230,12 +211,8 @@ class DatasetWriter:
             fingerprint=self._digest.hexdigest()[:32],
         )
         write_bytes(f"{self.place}/{INFO}", info.to_json().encode())
-        if self.place != self.output:
-            if exists(self.output):
-                raise DataError(f"{self.output} appeared while this was running: choose another output")
-            sync_all(Path(self.place))  # what has its name is on disk
-            os.rename(self.place, self.output)
-            sync(Path(self.output).absolute().parent)
+        if self._local is not None:
+            self._local.commit()
         return info
 
     def __enter__(self) -> "DatasetWriter":
@@ -250,4 +227,5 @@ class DatasetWriter:
             if self._writer is not None:
                 self._writer.close()
         finally:
-            self._end()
+            if self._local is not None:
+                self._local.end()

@@ -76,7 +76,7 @@ def make_input(batch: EventBatch, targets: Targets, table_rows: int, features: S
         batch: the events.
         targets: what the task asks for, its items by their ids.
         table_rows: of the item table.
-        features: features, in the order of the tables.
+        features: their names, in the order of the tables.
     """
     parts = [batch.items, *targets.items.values()]
     unique, rows = deduplicate(np.concatenate([part.numpy().reshape(-1) for part in parts]), table_rows)

@@ -2,8 +2,8 @@
 
 An encoder implements ``forward``; everything else has a default. ``append`` then holds each user's events and ``query``
 runs ``forward`` over them, so that it can be trained, evaluated, exported and served. An encoder whose state has a size
-that does not depend on the history says ``state_kind = "constant"`` and gives ``init_state``, ``append``, ``query`` and
-``append_one`` itself; its states are stored in exports, and its programs exported.
+that does not depend on the history says ``state_kind = "constant"`` and gives ``init_state``, ``append``, ``query``,
+``append_one`` and ``query_unchecked`` itself; its states are stored in exports, and its programs exported.
 """
 
 import dataclasses
@@ -194,11 +194,14 @@ class SequenceEncoder(nn.Module):
         parts = [self._last_outputs(held, request_timestamps, *users) for users in held.batches(_QUERY_EVENTS)]
         return torch.cat([held.rows.new_zeros(0, self.config.dim), *parts])
 
-    def append_one(self, state: EncoderState, rows: Tensor, times: Tensor) -> EncoderState:
-        """One event more of every user, (B, D) rows at (B,) times, unchecked: what exported programs run.
+    # what exported programs run: encoders of constant state have both
 
-        Encoders of constant state have it.
-        """
+    def append_one(self, state: EncoderState, rows: Tensor, times: Tensor) -> EncoderState:
+        """One event more of every user, (B, D) rows at (B,) times, unchecked."""
+        raise NotImplementedError
+
+    def query_unchecked(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
+        """:meth:`query` without its checks."""
         raise NotImplementedError
 
     # --- training and looking ----------------------------------------------------------------------------------------

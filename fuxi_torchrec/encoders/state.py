@@ -136,9 +136,9 @@ class EncoderState:
 
     def to_dict(self) -> dict[str, Tensor]:
         """Plain tensors, users first, with version and fingerprint; for torch.save or safetensors. Not copies."""
+        names = ("count", "pending_time", "pending", *self.memory[0])
         plain = {"version": torch.tensor(VERSION), "fingerprint": torch.tensor(self.fingerprint)}
-        plain |= {"count": self.count, "pending_time": self.pending_time, "pending": self.pending}
-        return plain | {name: torch.stack([block[name] for block in self.memory], dim=1) for name in self.memory[0]}
+        return plain | dict(zip(names, self.flat(), strict=True))
 
     @classmethod
     def from_dict(cls, plain: dict[str, Tensor], like: "EncoderState") -> "EncoderState":
@@ -165,7 +165,8 @@ class EncoderState:
 
     def flat(self) -> tuple[Tensor, ...]:
         """The tensors of :meth:`to_dict` in its order, as exported programs take a state."""
-        return tuple(self.to_dict().values())[2:]
+        channels = (torch.stack([block[name] for block in self.memory], dim=1) for name in self.memory[0])
+        return (self.count, self.pending_time, self.pending, *channels)
 
     def from_flat(self, tensors: Sequence[Tensor]) -> "EncoderState":
         """Back from :meth:`flat`, unchecked; this is any state of the encoder."""

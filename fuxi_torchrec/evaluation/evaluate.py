@@ -12,7 +12,7 @@ from fuxi_torchrec.distributed import raise_on_all_ranks
 from fuxi_torchrec.evaluation.baselines import NAMES, Baselines
 from fuxi_torchrec.evaluation.held_out import REQUEST_TIMES, HeldOut, HeldOutPart, RequestTime
 from fuxi_torchrec.evaluation.loading import Loaded, RetrievalError
-from fuxi_torchrec.tasks.rank_metrics import RankMetrics
+from fuxi_torchrec.tasks.base import Task
 from fuxi_torchrec.training.progress import ProgressLines
 from fuxi_torchrec.training.validation_plan import sample_users
 
@@ -24,9 +24,9 @@ BUCKET_NAMES = [*(f"<={bound}" for bound in BUCKETS), f">{BUCKETS[-1]}"]
 class Bucketed:
     """Metrics of everybody and of each bucket of history lengths."""
 
-    def __init__(self) -> None:
-        self.all = RankMetrics()
-        self.buckets = [RankMetrics() for _ in BUCKET_NAMES]
+    def __init__(self, task: Task) -> None:
+        self.all = task.metrics()
+        self.buckets = [task.metrics() for _ in BUCKET_NAMES]
 
     def add(self, ranks: Tensor, lengths: Tensor) -> None:
         """Ranks of users with histories of these lengths."""
@@ -72,7 +72,8 @@ def evaluate(
             )
         rows = sample_users(having, users, seed)
         rules = Baselines(run.maker, run.items.known, run.items.counts) if baselines else None
-    model, others = {each: Bucketed() for each in request_times}, {name: Bucketed() for name in NAMES}
+    task = run.module.task
+    model, others = {each: Bucketed(task) for each in request_times}, {name: Bucketed(task) for name in NAMES}
 
     def look(whole: EventBatch, targets: Tensor) -> None:
         if rules is not None:

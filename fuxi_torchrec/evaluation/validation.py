@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.evaluation.held_out import HeldOut
-from fuxi_torchrec.tasks.rank_metrics import RankMetrics
 from fuxi_torchrec.training.run import Run
 
 
@@ -13,7 +12,7 @@ def validate(run: Run, moved: Callable[[], None] = lambda: None) -> dict[str, fl
 
     A collective; every rank gets the result of all. ``moved`` is called before every batch.
     """
-    config, users, metrics = run.config, run.validations.users, RankMetrics()
+    config, users, metrics = run.config, run.validations.users, run.module.task.metrics()
     held_out = HeldOut(
         UserEncoder(run.model, run.tables, run.world),
         run.data.maker,

@@ -3,7 +3,7 @@
 manifest.json                written last: a directory without it is not an export
 encoder.safetensors          the encoder's parameters, by their names in its class
 tables.safetensors           item_table (items + 1, D), and feature_NAME of each feature: raw rows
-features/NAME.parquet           value, index: what text values of a feature stand for; none if they are numbers
+features/NAME.parquet        value, index: what text values of a feature stand for; none if they are numbers
 other-items.parquet          item_id: items of the dataset that the model does not know; index 0 in histories
 items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
 users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
@@ -68,7 +68,7 @@ class Manifest:
         state_bytes: of a state record, its checksum included; 0 where an encoder's states grow: none are stored.
         items, users, states: how many.
         item_id_type, user_id_type: ``int64`` or ``string``.
-        features: features.
+        features: of events that the model reads.
         index: kind and measured recall of the FAISS index.
         dataset: fingerprint of the data it was made from.
         run: step and name of the checkpoint it was made from.

@@ -4,8 +4,6 @@ Every process writes what it has: its rows of the tables, its items, its users. 
 the programs are written by process 0, the index from the items' files.
 """
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 import torch.distributed as dist
 
 from fuxi_torchrec import strict_yaml
-from fuxi_torchrec.artifacts import OutputLock, sync
+from fuxi_torchrec.artifacts import NewDirectory, sync
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.evaluation.loading import Loaded, own_dataset
 from fuxi_torchrec.events.filesystem import read_bytes
@@ -36,7 +34,8 @@ from fuxi_torchrec.export.bundle import (
     describe_file,
     write_manifest,
 )
-from fuxi_torchrec.export.job import ExportJob, ExportOptions, id_type
+from fuxi_torchrec.export.job import ExportJob, id_type
+from fuxi_torchrec.export.options import ExportOptions
 from fuxi_torchrec.export.programs import detached, write_programs
 from fuxi_torchrec.export.states import TRAILER_BYTES
 from fuxi_torchrec.export.tables import model_id, write_items, write_other_items, write_tables
@@ -60,12 +59,6 @@ RULES = {
 }
 
 _AHEAD = 100  # years after the data's last event that users can be asked at
-
-
-def check_output(output: Path) -> None:
-    """Refuse to write where something is."""
-    if output.exists():
-        raise ExportError(f"{output} exists: an export is never written over another, name a new directory")
 
 
 def choose_as_of(run: Loaded, options: ExportOptions) -> int:
@@ -106,7 +99,7 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
     """
     options, output = options or ExportOptions(), Path(output)
     with raise_on_all_ranks("preparing the export"):
-        check_output(output)
+        NewDirectory(output).check()
         as_of = choose_as_of(run, options)
         if options.index:
             _check_faiss()
@@ -126,30 +119,20 @@ def _check_faiss() -> None:
 @contextmanager
 def _aside(run: Loaded, output: Path) -> Iterator[Path]:
     """A directory to write in, which becomes the output if all goes well and is removed if not."""
-    partial = output.with_name(output.name + ".partial")
-    first, lock = run.world.rank == 0, OutputLock(output)
+    new, first = NewDirectory(output), run.world.rank == 0
     try:
         with raise_on_all_ranks("making the output directory"):
             if first:
-                if not lock.take():
-                    raise ExportError(f"{output}: another export is writing it: wait for it, or choose another output")
-                shutil.rmtree(partial, ignore_errors=True)
+                place = new.begin()
                 for folder in (ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
-                    (partial / folder).mkdir(parents=True)
+                    (place / folder).mkdir()
         dist.barrier()
-        try:
-            yield partial
-            with raise_on_all_ranks("renaming the output"):
-                if first:
-                    check_output(output)
-                    os.rename(partial, output)
-                    sync(output.parent)
-        except BaseException:
+        yield new.place
+        with raise_on_all_ranks("renaming the output"):
             if first:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise
+                new.commit()
     finally:
-        lock.release()
+        new.end()
 
 
 class _Exporter(ExportJob):

@@ -17,7 +17,6 @@ from fuxi_torchrec.export.bundle import ExportError
 Vectors = NDArray[np.float32]
 Ints = NDArray[np.int64]
 
-EXACT_ITEMS = 200_000  # a larger catalogue is searched approximately
 NEAREST = 100  # recall of so many
 _LINKS, _BUILD_EFFORT, _SEARCH_EFFORT = 32, 40, 256  # HNSW's M, efConstruction, efSearch
 _MOST_EFFORT, _RECALL = 4096, 0.95  # the search effort grows to find so much
@@ -36,7 +35,7 @@ def read_vectors(paths: Sequence[Path], keys: Sequence[str] = ("index",)) -> Ite
                 yield np.ascontiguousarray(flat.reshape(len(table), -1), np.float32), table
 
 
-def build(paths: Sequence[Path], items: int, dim: int, exact_items: int = EXACT_ITEMS) -> tuple[Any, dict[str, Any]]:
+def build(paths: Sequence[Path], items: int, dim: int, exact_items: int) -> tuple[Any, dict[str, Any]]:
     """An index over items/, ids are dense indices; and what the manifest says of it."""
     import faiss
 

@@ -1,49 +1,15 @@
 """What the parts of an export share: the run, the place, the options, the files written so far."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pyarrow as pa
 import torch
 import torch.distributed as dist
 
 from fuxi_torchrec.evaluation.loading import Loaded
-from fuxi_torchrec.export import index as indices
-from fuxi_torchrec.export.bundle import ExportError, FileEntry
-
-STATE_MIN_EVENTS = 2000
-
-
-@dataclass(frozen=True)
-class ExportOptions:
-    """What to export.
-
-    Attributes:
-        as_of: when users are asked: a number in the data's unit, or an ISO time; by default the latest event's.
-        truncate: leave events after as_of out; else such an as_of is refused.
-        state_min_events: users with fewer encoded events get no state.
-        index: write a FAISS index.
-        exact_items: larger catalogues get an approximate index.
-        quantize: an int8 index beside the other.
-        programs: write portable programs.
-        recall_users: whose searches are compared with exact search.
-    """
-
-    as_of: str | None = None
-    truncate: bool = False
-    state_min_events: int = STATE_MIN_EVENTS
-    index: bool = True
-    exact_items: int = indices.EXACT_ITEMS
-    quantize: Literal["int8"] | None = None
-    programs: bool = True
-    recall_users: int = 500
-
-    def __post_init__(self) -> None:
-        if self.state_min_events < 1:
-            raise ExportError(f"--state-min-events must be at least 1, not {self.state_min_events}")
-        if self.exact_items < 0:
-            raise ExportError(f"--exact-items must not be negative, but is {self.exact_items}")
+from fuxi_torchrec.export.bundle import FileEntry
+from fuxi_torchrec.export.options import ExportOptions
 
 
 class ExportJob:
@@ -59,7 +25,7 @@ class ExportJob:
         own_files: what this process wrote, by name.
         read_files: those of them that were read back already.
         record_bytes: of a user's state; 0 where none are stored.
-        features: features of events, in the model's order.
+        features: of events, in the model's order.
     """
 
     def __init__(self, run: Loaded, directory: Path, options: ExportOptions, as_of: int) -> None:

@@ -39,7 +39,7 @@ class Query(_Program):
     def forward(self, state: tuple[Tensor, ...], request_times: Tensor) -> Tensor:
         """See the class."""
         with torch.no_grad():
-            return scaled(self.encoder.query(self._like.from_flat(state), request_times), self.similarity)
+            return scaled(self.encoder.query_unchecked(self._like.from_flat(state), request_times), self.similarity)
 
 
 class Append(_Program):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fuxi_torchrec.artifacts import lock, sync
+from fuxi_torchrec.artifacts import lock, replace_file
 from fuxi_torchrec.export.bundle import ExportError, Manifest
 from fuxi_torchrec.logging import get_logger
 
@@ -269,15 +269,10 @@ class AppendLog:
             self._write(OLD_FILE, before.about, settled(before.records))
 
     def _write(self, name: str, about: dict[str, Any], records: Iterable[Record]) -> None:
-        aside = self.directory / f".{name}.new"
-        with aside.open("wb") as file:
+        with replace_file(self.directory / name) as aside, aside.open("wb") as file:
             file.write(json.dumps(about).encode() + b"\n")
             for record in records:
                 file.write(_packed(record))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self.directory / name)
-        sync(self.directory)
 
     def close(self) -> None:
         """Let go of the directory; everything acknowledged is on disk already."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,13 +14,12 @@ from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import FEATURES, INDEX, ITEMS, OTHER_ITEMS, Bundle, ExportError
 from fuxi_torchrec.export.parts import combined, read_table
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.serving.options import Search
 
 logger = get_logger(__name__)
 
 UNKNOWN, LEFT_OUT = 0, -1
 _SCORES = 2**22  # scores held at once
-
-Search = Literal["index", "exact"]
 
 
 class Vocabulary:
@@ -90,7 +89,7 @@ class Catalogue(Vocabulary):
             and ``exclude_seen`` are always searched by scoring every item, which is faster than FAISS's flat search.
     """
 
-    def __init__(self, bundle: Bundle, search: Search = "index") -> None:
+    def __init__(self, bundle: Bundle, search: Search) -> None:
         known = Vocabulary.read(bundle)
         super().__init__(known.ids, known.index, known.others)
         self.temperature = bundle.manifest.temperature

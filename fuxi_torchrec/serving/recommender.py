@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -12,11 +12,12 @@ from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
-from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, Search, feature_values
+from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, feature_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.log_filter import LogFilter
+from fuxi_torchrec.serving.options import RecommenderOptions, Search, Verify
 from fuxi_torchrec.serving.replay import packed, replay
 from fuxi_torchrec.serving.requests import (
     Answer,
@@ -35,7 +36,6 @@ from fuxi_torchrec.serving.stored import StoredUsers
 
 logger = get_logger(__name__)
 
-MAX_RECENT = 5_000_000  # events since the export: 1 to 2.5 GB
 _EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is asked for
 
 
@@ -51,20 +51,18 @@ class Recommender:
         bundle: Bundle,
         log: AppendLog | None,
         content: LogContent | None,
-        cache_mib: int = 512,
-        search: Search = "index",
-        max_recent_events: int = MAX_RECENT,
+        options: RecommenderOptions,
     ) -> None:
         self.bundle, self.manifest = bundle, bundle.manifest
         self._model = UserModel(bundle)
-        self._catalogue = Catalogue(bundle, search)
+        self._catalogue = Catalogue(bundle, options.search)
         texts = feature_values(bundle)
         self._rows = {name: len(table) for name, table in self._model.features.items() if name not in texts}
         self._checks = Checks(self.manifest, self._rows)
         self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         stored = StoredUsers(bundle, self._model)
-        self.users = LiveUsers(self._model, stored, self.manifest.features, texts, cache_mib << 20)
-        self.max_recent_events = max_recent_events
+        self.users = LiveUsers(self._model, stored, self.manifest.features, texts, options.cache_mib << 20)
+        self.max_recent_events = options.max_recent_events
         self._log = log
         if content is not None:
             replay(content, bundle.manifest, self._catalogue, self.users, log)
@@ -74,10 +72,10 @@ class Recommender:
         path: str | Path,
         *,
         log_dir: str | Path | None = None,
-        verify: Literal["sizes", "checksums"] = "sizes",
-        cache_mib: int = 512,
-        search: Search = "index",
-        max_recent_events: int = MAX_RECENT,
+        verify: Verify = RecommenderOptions.verify,
+        cache_mib: int = RecommenderOptions.cache_mib,
+        search: Search = RecommenderOptions.search,
+        max_recent_events: int = RecommenderOptions.max_recent_events,
         read_only: bool = False,
         warm_up: bool = True,
     ) -> "Recommender":
@@ -110,7 +108,8 @@ class Recommender:
                 if log is not None:
                     log.content = content
                 content = with_old(directory, content, about)
-            recommender = Recommender(bundle, log, content, cache_mib, search, max_recent_events)
+            options = RecommenderOptions(directory, verify, cache_mib, search, max_recent_events)
+            recommender = Recommender(bundle, log, content, options)
             if warm_up:
                 recommender.warm_up()
         except BaseException:
@@ -195,20 +194,28 @@ class Recommender:
             columns: what the condition of the dataset's log reads, a dictionary per event; without it all events count.
         """
         events = make_events(None, items, timestamps, features, columns)
+        return self.answer_history(events, Request("", time, k, exclude_seen), select=columns is not None)
+
+    def answer_history(self, events: Sequence[Event], request: Request, select: bool = False) -> Answer:
+        """The same for events, whose users and the request's do not matter.
+
+        Args:
+            events: by time.
+            request: of the answer.
+            select: leave out what the condition of the dataset's log leaves out, see :meth:`select`.
+        """
         self._checks.events(events, anonymous=True)
-        if columns is not None:
+        if select:
             events = self.select(events)
-        self._checks.time(time, "time")
-        self._checks.k(k)
+        self._checks.time(request.time, "time")
+        self._checks.k(request.k)
         found = self._catalogue.find_few([event.item_id for event in events])
         events = [event for event, index in zip(events, found, strict=True) if index != LEFT_OUT]
         indices = [index for index in found if index != LEFT_OUT]
         history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
-        request = Request("", time, k, exclude_seen)
-        (answer,) = self._answers(
-            [request], self._model.encode(history), [True], [np.array(indices, np.int64) if exclude_seen else None]
-        )
-        return Answer(**{**vars(answer), "user_id": None, "unknown_items": sum(index <= UNKNOWN for index in found)})
+        seen = np.array(indices, np.int64) if request.exclude_seen else None
+        (answer,) = self._answers([request], self._model.encode(history), [True], [seen])
+        return replace(answer, user_id=None, unknown_items=sum(index <= UNKNOWN for index in found))
 
     def _answers(
         self, requests: Sequence[Request], state: States, known: Sequence[bool], seen: Sequence[Ints | None]
@@ -364,7 +371,7 @@ class Recommender:
             "log_failed": self._log is not None and self._log.failed is not None,
         }
 
-    # --- inside: the log ---------------------------------------------------------------------------------------------
+    # --- inside ---------------------------------------------------------------------------------------------
 
     def _writable(self) -> AppendLog:
         if self._log is None:

@@ -92,6 +92,19 @@ class TargetMaker(Protocol):
         """The targets of one micro-batch of a step."""
 
 
+class Metrics(Protocol):
+    """Validation metrics, summed up as predictions come."""
+
+    def add(self, predictions: Tensor, /) -> None:
+        """More of them; of a task that ranks, the targets' ranks."""
+
+    def add_peers(self) -> None:
+        """Add what the other ranks have: a collective."""
+
+    def result(self) -> dict[str, float]:
+        """By name."""
+
+
 class Task(nn.Module, ABC):
     """From the encoder's outputs to losses and metrics. A new one is a file here and a line in the registry."""
 
@@ -111,6 +124,10 @@ class Task(nn.Module, ABC):
             item_rows_UD: rows of all items of the micro-batch.
             targets: with places in ``item_rows_UD`` in place of ids.
         """
+
+    @abstractmethod
+    def metrics(self) -> Metrics:
+        """What a validation measures, with nothing added yet."""
 
     @abstractmethod
     def lookups(self, events: int, items: int) -> int:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.tasks.base import Events, ItemSet, TargetMaker, Targets, Task
+from fuxi_torchrec.tasks.base import Events, ItemSet, Metrics, TargetMaker, Targets, Task
+from fuxi_torchrec.tasks.rank_metrics import RankMetrics
 from fuxi_torchrec.tasks.samplers import SAMPLERS, Candidates, Draw, Sampler
 from fuxi_torchrec.tasks.softmax import LOGITS, candidate_softmax, position_softmax, scaled_items, scaled_queries
 
@@ -80,6 +81,10 @@ class NextItem(Task):
                 targets.weights,
             )
         return {"loss": loss}
+
+    def metrics(self) -> Metrics:
+        """Of the ranks of held-out items among all others."""
+        return RankMetrics()
 
     def lookups(self, events: int, items: int) -> int:
         """The negatives."""

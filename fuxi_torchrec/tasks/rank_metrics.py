@@ -15,7 +15,7 @@ class RankMetrics:
         # users, unknown targets, sum of 1/rank; hits of every cut; gains of every cut
         self._sums = torch.zeros(3 + 2 * len(CUTS), dtype=torch.float64)
 
-    def add(self, ranks: Tensor) -> None:
+    def add(self, ranks: Tensor, /) -> None:
         """Ranks from 1; UNRANKED is a miss."""
         known = ranks[ranks != UNRANKED].double()
         gains = 1.0 / torch.log2(known + 1.0)

@@ -14,8 +14,9 @@ ROOT = PACKAGE.parent
 ALLOWED = {
     "errors": set(),
     "logging": set(),
-    "artifacts": set(),
+    "artifacts": {"errors"},
     "distributed": set(),
+    "options": set(),
     "strict_yaml": set(),
     "worker_group": set(),
     "doctor": {"worker_group"},
@@ -24,7 +25,7 @@ ALLOWED = {
     "events": {"errors", "logging"},
     "tasks": {"events", "encoders", "ops"},
     "config": {"tasks", "encoders", "strict_yaml", "distributed"},
-    "data": {"events", "artifacts", "logging"},
+    "data": {"events", "artifacts", "logging", "options"},
     "embeddings": {"data", "events", "tasks", "config", "distributed"},
     "training": {
         *("tasks", "embeddings", "data", "events", "encoders"),
@@ -32,13 +33,14 @@ ALLOWED = {
     },
     "evaluation": {
         *("training", "tasks", "embeddings", "data", "events", "encoders"),
-        *("config", "logging", "distributed"),
+        *("config", "logging", "distributed", "options"),
     },
     "export": {
         *("evaluation", "training", "embeddings", "data", "events", "encoders"),
-        *("strict_yaml", "logging", "distributed", "artifacts", "errors"),
+        *("strict_yaml", "logging", "distributed", "artifacts", "errors", "options"),
     },
-    "serving": {"export", "events", "encoders", "logging", "artifacts"},
+    "serving": {"export", "events", "encoders", "logging", "artifacts", "options"},
+    "api": {"export", "evaluation", "training", "data", "events", "config", "distributed", "artifacts"},
 }
 # third-party packages, and the boxes that may import them
 ONLY_IN = {"torchrec": {"embeddings", "doctor"}, "fbgemm_gpu": {"embeddings", "doctor"}, "torchx": set()}
@@ -115,6 +117,28 @@ def test_no_box_is_forgotten():
 
 def test_importing_the_package_brings_nothing_heavy():
     code = "import fuxi_torchrec, sys; print({'torchrec', 'fbgemm_gpu', 'numpy', 'pyarrow', 'yaml'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.stdout.strip() == "set()", done.stderr
+
+
+def test_every_public_name_is_there_and_the_functions_stay_functions_whatever_was_imported():
+    import fuxi_torchrec
+    import fuxi_torchrec.export.bundle
+
+    assert dir(fuxi_torchrec) == sorted(fuxi_torchrec.__all__)
+    assert all(hasattr(fuxi_torchrec, name) for name in fuxi_torchrec.__all__)
+    for name in ("prepare", "train", "evaluate", "export", "refresh"):
+        assert callable(getattr(fuxi_torchrec, name)), name
+    with pytest.raises(AttributeError, match="no attribute 'exprot'"):
+        fuxi_torchrec.exprot  # noqa: B018
+
+
+def test_preparing_and_serving_need_no_torchrec():
+    code = (
+        "import sys; from fuxi_torchrec import Bundle, Recommender, load_config, prepare, refresh\n"
+        "from fuxi_torchrec import EvaluateOptions, ExportOptions, PrepareOptions, export, train\n"
+        "print({'torchrec', 'fbgemm_gpu'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
 

@@ -1,1 +1,1 @@
-"""Loss, negatives, optimizers, loop, checkpoint."""
+"""The loop, its data and optimizers, the run directory, checkpoints."""

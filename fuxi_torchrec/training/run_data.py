@@ -19,6 +19,7 @@ from fuxi_torchrec.embeddings.sharding import check_shardable
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.tasks.base import ItemSet
+from fuxi_torchrec.tasks.registry import make_task
 from fuxi_torchrec.training.checkpoint.info import Identity
 from fuxi_torchrec.training.run_directory import KnownItems, RunDirectory, RunError
 
@@ -71,7 +72,7 @@ class RunData:
         tables: what is looked up.
         lengths: training events of each user.
         validated: rows of the users that have a validation target.
-        target_counts: (items + 1,) how often each known item is a training target.
+        item_set: the known items as tasks see them.
     """
 
     dataset: Dataset
@@ -80,7 +81,7 @@ class RunData:
     tables: Tables
     lengths: Ints
     validated: Ints
-    target_counts: Ints
+    item_set: ItemSet
 
     @staticmethod
     def open(config: Config, directory: RunDirectory, world: World, resumed: bool) -> "RunData":
@@ -95,10 +96,12 @@ class RunData:
             if resumed and directory.has_items():
                 items = _read_items(directory, dataset)
             check_shardable(tables, config.optimizer, world.size)
+        needs_target_counts = make_task(config.task, config.loss).needs_target_counts
 
         def count() -> dict[str, Tensor]:
-            # lengths from the same pass also where items are known: a user left out for bad rows must always be
-            found = survey(BatchMaker(reader, split, Items(everything)), items=True)
+            # a run that leaves bad users out must leave out the same ones whenever it is started
+            whole = items is None or needs_target_counts or config.data.on_bad_rows == "skip"
+            found = survey(BatchMaker(reader, split, Items(everything)), items=whole)
             wanted = (found.item_counts, found.target_counts, found.train_lengths, found.users_with)
             return {name: torch.from_numpy(array) for name, array in zip(_COUNTED, wanted, strict=True)}
 
@@ -111,13 +114,8 @@ class RunData:
                 f"{dataset.path}: no item has {config.data.min_item_events} training events: nothing to train on"
             )
         maker = BatchMaker(reader, split, Items(items.known, config.data.oov_rate, config.seed))
-        target_counts = np.where(items.known, target_counts, 0)
-        return RunData(dataset, maker, items, tables, lengths, validated, target_counts)
-
-    @property
-    def item_set(self) -> ItemSet:
-        """The items as tasks see them."""
-        return ItemSet(self.items.ids, self.target_counts)
+        item_set = ItemSet(items.ids, np.where(items.known, target_counts, 0) if needs_target_counts else None)
+        return RunData(dataset, maker, items, tables, lengths, validated, item_set)
 
     def identity(self, config: Config) -> Identity:
         """What a checkpoint of this run belongs to."""

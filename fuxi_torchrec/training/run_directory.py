@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from fuxi_torchrec import strict_yaml
-from fuxi_torchrec.artifacts import lock, sync, write_atomically
+from fuxi_torchrec.artifacts import lock, replace_file, write_atomically
 from fuxi_torchrec.config import Config, differences, load_config
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
@@ -142,11 +142,8 @@ class RunDirectory:
                 "known": pa.array(items.known[1:]),
             }
         )
-        aside = self.path / f".{ITEMS}.new"
-        pq.write_table(table, aside)
-        sync(aside)
-        os.replace(aside, self.path / ITEMS)
-        sync(self.path)
+        with replace_file(self.path / ITEMS) as aside:
+            pq.write_table(table, aside)
 
     def read_items(self) -> KnownItems:
         """Which items the run knows."""

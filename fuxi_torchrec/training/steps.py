@@ -6,25 +6,21 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fuxi_torchrec.config import Config
-from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.data.schedule import Position
-from fuxi_torchrec.distributed import World
 from fuxi_torchrec.embeddings.inputs import gathered
 from fuxi_torchrec.embeddings.pipeline import ShardedModel, make_pipeline
 from fuxi_torchrec.embeddings.sharding import local_parts
-from fuxi_torchrec.embeddings.tables import Tables, table_of
-from fuxi_torchrec.tasks.base import TargetMaker
-from fuxi_torchrec.training.checkpoint.info import Progress
+from fuxi_torchrec.embeddings.tables import table_of
 from fuxi_torchrec.training.feed import Feed, StepMaker
-from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
+from fuxi_torchrec.training.optimizers import learning_rate_share
+from fuxi_torchrec.training.run import Run
 
 _AT_ONCE = 2**22  # elements that are looked at together
 
@@ -52,10 +48,6 @@ class Done:
     position: Position
 
 
-# a step, what is wrong with it, this rank's loss, rows of its users; raises on every rank
-Fail = Callable[[int, str, float, list[int]], NoReturn]
-
-
 class StepRunner:
     """Trains steps from where a run stands.
 
@@ -63,54 +55,34 @@ class StepRunner:
     one was asked to stop, whether a save in the background failed, and the first step whose loss was not finite.
 
     Args:
-        config: of the run.
-        world: this rank among its peers.
-        model, optimizer: what is trained.
-        loader: where the data comes from.
-        targets: makes what the task asks for.
-        tables: as they are sharded.
-        progress: where the run stands.
-        asked_to_stop, save_failed: on this rank.
-        fail: ends the run.
+        run: what is trained, and where it stands.
+        asked_to_stop: on this rank.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        world: World,
-        model: ShardedModel,
-        optimizer: StepOptimizer,
-        loader: Loader,
-        targets: TargetMaker,
-        tables: Tables,
-        progress: Progress,
-        asked_to_stop: Callable[[], bool],
-        save_failed: Callable[[], bool],
-        fail: Fail,
-    ) -> None:
-        self.config, self.world, self.model, self.optimizer = config, world, model, optimizer
+    def __init__(self, run: Run, asked_to_stop: Callable[[], bool]) -> None:
+        self.run, self._asked_to_stop = run, asked_to_stop
         self.stopped = self.save_failed = False  # on any rank
         self.last: Done | None = None
-        self._own = (asked_to_stop, save_failed)
-        self._fail = fail
         self._unchecked: deque[Done] = deque()  # of which the ranks do not know yet that their losses are finite
         self._checking = 0
-        left = None if config.train.max_steps is None else config.train.max_steps - progress.step
-        steps = loader.converted(progress.position, config.train.epochs, StepMaker(targets, tables))
-        self.feed = Feed(
-            itertools.islice(steps, left), tables.needs_equal_bags, self, progress.position, loader.micro_batches
-        )
-        self.pipeline: Any = make_pipeline(config.train.pipeline, model, optimizer, world.device)
-        optimizer.current = lambda: self.feed.waiting[0]
+        config, position = run.config, run.progress.position
+        maker = StepMaker(run.module.task.target_maker(run.data.item_set, config.seed), run.tables)
+        left = None if config.train.max_steps is None else config.train.max_steps - run.progress.step
+        steps = itertools.islice(run.loader.converted(position, config.train.epochs, maker), left)
+        self.feed = Feed(steps, run.tables.needs_equal_bags, self, position, run.loader.micro_batches)
+        self.pipeline: Any = make_pipeline(config.train.pipeline, run.model, run.optimizer, run.world.device)
+        run.optimizer.current = lambda: self.feed.waiting[0]
+        run.model.train()
 
-    def train(self, progress: Progress) -> Done | None:
-        """Train all micro-batches of the next step; None at the end of the feed."""
+    def train(self) -> Done | None:
+        """Train all micro-batches of the run's next step; None at the end of the feed."""
+        run, optimizer, progress = self.run, self.run.optimizer, self.run.progress
         report: dict[str, Tensor] = {}
         events = 0
         users: list[int] = []
-        self.optimizer.share = learning_rate_share(self.config.optimizer, progress.step, progress.total_steps)
+        optimizer.share = learning_rate_share(run.config.optimizer, progress.step, progress.total_steps)
         # dropout follows from the step alone, so that a resumed run repeats it
-        key = [self.config.seed, progress.step, self.world.rank]
+        key = [run.config.seed, progress.step, run.world.rank]
         torch.manual_seed(int(np.random.SeedSequence(key).generate_state(1)[0]))
         while True:
             try:
@@ -124,7 +96,7 @@ class StepRunner:
             users += about.users.tolist()
             if about.last:
                 break
-        norm = self.optimizer.norm
+        norm = optimizer.norm
         finite = report["loss"].isfinite() if norm is None else report["loss"].isfinite() & norm.isfinite()
         self.last = Done(progress.step + 1, report, norm, finite, events, users, about.end)
         self._unchecked.append(self.last)
@@ -145,8 +117,8 @@ class StepRunner:
         """Whether this rank was asked to stop, whether its save failed, and its first step that is not finite."""
         # elsewhere than on a CPU the newest step is still being computed, and nobody waits for it: the next exchange
         # tells of it
-        self._checking = len(self._unchecked) - (self.world.device.type != "cpu")
-        return [*(float(flag()) for flag in self._own), self._first_bad(self._checking)]
+        self._checking = len(self._unchecked) - (self.run.world.device.type != "cpu")
+        return [float(self._asked_to_stop()), float(self.run.saver.failed), self._first_bad(self._checking)]
 
     def hear(self, everyone: Tensor) -> bool:
         """Fail on all ranks, end on all ranks, or go on."""
@@ -180,7 +152,7 @@ class StepRunner:
     def read(self, done: Done) -> dict[str, float]:
         """A step's report over all ranks: a collective. Fails on all ranks if the loss or the norm is not finite."""
         names = list(done.report)
-        sums = torch.stack([done.report[name] / self.world.size for name in names]).cpu()
+        sums = torch.stack([done.report[name] / self.run.world.size for name in names]).cpu()
         dist.all_reduce(sums)
         found = dict(zip(names, sums.tolist(), strict=True))
         values = {"loss": found["loss"]}
@@ -188,15 +160,13 @@ class StepRunner:
             values["norm of the gradients"] = float(done.norm)
         for name, value in values.items():
             if not math.isfinite(value):
-                self._stop(done, f"the {name} of step {done.step} is {value}", float(done.report["loss"]))
+                why = f"the {name} of step {done.step} is {value}"
+                self.run.fail(done.step, why, float(done.report["loss"]), done.users)
         return found
 
     def check_losses(self) -> None:
         """Fail on all ranks if a step so far was not finite, the newest included: a collective."""
         self._check(gathered(torch.tensor([self._first_bad(len(self._unchecked))])))
-
-    def _stop(self, done: Done, why: str, own_loss: float) -> NoReturn:
-        self._fail(done.step, why, own_loss, done.users)
 
 
 def all_finite(model: ShardedModel) -> bool:

@@ -95,21 +95,7 @@ class Trainer(Run):
 
     def begin(self) -> StepRunner:
         """What trains the steps from here on."""
-        task = self.module.task
-        self.steps = StepRunner(
-            self.config,
-            self.world,
-            self.model,
-            self.optimizer,
-            self.loader,
-            task.target_maker(self.data.item_set, self.config.seed),
-            self.tables,
-            self.progress,
-            asked_to_stop=lambda: self.stop.requested,
-            save_failed=lambda: self.saver.failed,
-            fail=self.fail,
-        )
-        self.model.train()
+        self.steps = StepRunner(self, lambda: self.stop.requested)
         return self.steps
 
     def _loop(self, steps: StepRunner, metrics: MetricsLogger) -> None:
@@ -148,7 +134,7 @@ class Trainer(Run):
         self.saver.wait()
 
     def _one_step(self, steps: StepRunner) -> Done | None:
-        return steps.train(self.progress)
+        return steps.train()
 
     def _preempted(self) -> None:
         """Asked to leave: save at this step, on all ranks, and say so."""

@@ -2,21 +2,18 @@
 
 import contextlib
 import json
-import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fuxi_torchrec.artifacts import is_locked
 from pipelines import components
 from pipelines.daily.config import JobsConfig
 from pipelines.daily.state import STATE, DailyError, Layout, StageError
 
-# Every process of a job has it, so that a job is found again even if nobody noted its handle.
-MARK = "FUXI_DAILY_JOB"
 LOCAL = ("local_cwd", "local")
 _TAIL = 12
 _PATIENCE = 10  # polls of a scheduler that does not answer, or has nothing to say
@@ -28,8 +25,8 @@ class Job:
     """A stage of a day as a command.
 
     Attributes:
-        grouped: on a group of processes by torchrun; else one process.
-        lock: a file that the job holds a lock on while it runs.
+        grouped: on a group of ranks by torchrun; else one process.
+        lock: a file that the job holds a lock on while it works, where it has an output that only one may write.
     """
 
     day: str
@@ -37,7 +34,7 @@ class Job:
     module: str
     arguments: tuple[str, ...]
     grouped: bool = True
-    lock: str | None = None
+    lock: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -56,22 +53,6 @@ class Ended:
     cancelled: bool = False
 
 
-class Jobs(Protocol):
-    """What the pipeline asks of whatever runs its jobs."""
-
-    def check(self, job: Job) -> None:
-        """Refuse a job that could not be submitted."""
-
-    def submit(self, job: Job) -> str:
-        """Start a job; its handle."""
-
-    def follow(self, job: Job, handle: str) -> Ended:
-        """Wait for its end."""
-
-    def wait_for_earlier(self, job: Job, handle: str | None) -> bool:
-        """Wait for a job that an earlier pipeline started; whether there was one."""
-
-
 class TorchXJobs:
     """Jobs through TorchX's Runner.
 
@@ -87,14 +68,10 @@ class TorchXJobs:
 
     # --- what is submitted -------------------------------------------------------------------------------------------
 
-    def mark(self, job: Job) -> str:
-        """Of this job among all of all pipelines."""
-        return f"{self.root}:{job.day}:{job.stage}"
-
     def app(self, job: Job) -> Any:
         """The AppDef."""
         config, name = self.config, f"{job.stage}-{job.day}"
-        env = {**config.environment, MARK: self.mark(job)}
+        env = dict(config.environment)
         if self.scheduler in LOCAL:
             env["PATH"] = str(Path(sys.executable).parent)  # TorchX puts it before the rest
         common: dict[str, Any] = {
@@ -198,14 +175,11 @@ class TorchXJobs:
         )
 
     def _alive(self, job: Job, handle: str | None) -> str:
-        """What of a job still runs, in words; nothing if nothing does."""
-        if handle is not None and not handle.startswith(tuple(f"{name}:" for name in LOCAL)):
-            status = self._status_if_known(handle)
-            if status is not None and not status.is_terminal():
-                return handle
-        elif processes := marked_processes(self.mark(job)):
-            return f"process {', '.join(map(str, processes))}"
-        return f"{job.lock} is locked" if job.lock is not None and is_locked(Path(job.lock)) else ""
+        """What of a job still runs, in words; nothing if nothing does. Another pipeline's local one has a lock."""
+        status = self._status_if_known(handle) if handle is not None else None
+        if status is not None and not status.is_terminal():
+            return str(handle)
+        return f"{job.lock} is locked" if job.lock is not None and is_locked(job.lock) else ""
 
     def _status_if_known(self, handle: str) -> Any:
         """Of a job submitted long ago; None if the scheduler has forgotten it."""
@@ -285,14 +259,3 @@ def tail(directory: Path) -> str:
     files = sorted(directory.glob("*/*/stderr.log")) if directory.is_dir() else []
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
     return "\n".join(lines[-_TAIL:])
-
-
-def marked_processes(mark: str) -> Sequence[int]:
-    """Processes of this machine whose environment has the mark of a job."""
-    wanted = f"{MARK}={mark}".encode()
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
-    return sorted(found)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pipelines.daily.config import DAY, DailyConfig
 from pipelines.daily.gate import Verdict, judge, without_details
-from pipelines.daily.jobs import Job, Jobs
+from pipelines.daily.jobs import Job, TorchXJobs
 from pipelines.daily.logs import Logs, check_names, order
 from pipelines.daily.stages import Stages
 from pipelines.daily.state import DailyError, Day, DayStatus, Layout, Release, Releases, StageError, State
@@ -23,15 +23,21 @@ class Daily:
 
     Args:
         config: of the pipeline.
-        jobs: what runs them.
+        jobs: what runs them; None to look only.
     """
 
-    def __init__(self, config: DailyConfig, jobs: Jobs) -> None:
-        self.config, self.jobs = config, jobs
+    def __init__(self, config: DailyConfig, jobs: TorchXJobs | None = None) -> None:
+        self.config, self._jobs = config, jobs
         self.layout = Layout(Path(config.root).absolute())
         self.state, self.releases = State(self.layout.root), Releases(self.layout)
         self.stages = Stages(config, self.layout, self.releases)
         self.logs = Logs(config.logs)
+
+    @property
+    def jobs(self) -> TorchXJobs:
+        """What runs them."""
+        assert self._jobs is not None, "made to look only"
+        return self._jobs
 
     # --- which days --------------------------------------------------------------------------------------------------
 
@@ -186,9 +192,12 @@ class Daily:
             noted.logs = ended.logs
             # torchrun ends with an error when it is asked to leave, and Slurm calls a preempted job failed
             left_early = stage == "train" and not ended.cancelled and self._preempted(day).exists()
+            if self.stages.is_complete(stage, day):
+                break
+            # a worker may hold the lock a little longer; or another job, started just before a kill, has it
+            self.jobs.wait_for_earlier(job, noted.job)
             if self.stages.is_complete(stage, day) or not left_early:
                 break
-            self.jobs.wait_for_earlier(job, noted.job)  # a worker may hold the run's lock a little longer
             print(f"  {stage}: it was asked to leave, and saved; launching it again", flush=True)
         if not self.stages.is_complete(stage, day):
             message = ended.message or "it ended without its output"
@@ -314,8 +323,7 @@ class Daily:
         self._check_due(day)
         for stage, noted in self._record(day).stages.items():
             if noted.status == "running":  # a job that outlived its pipeline must not write into the new beginning
-                lock = str(self.layout.run(day) / ".lock") if stage == "train" else None
-                self.jobs.wait_for_earlier(Job(day, stage, "", (), lock=lock), noted.job)
+                self.jobs.wait_for_earlier(Job(day, stage, "", (), lock=self.stages.lock(stage, day)), noted.job)
         self.releases.forget(day)
         self.state.days.pop(day, None)
         self.state.save()

@@ -4,6 +4,7 @@ import json
 import shlex
 from pathlib import Path
 
+from fuxi_torchrec.artifacts import NewDirectory
 from pipelines.daily.config import DailyConfig
 from pipelines.daily.jobs import Job
 from pipelines.daily.state import Day, Layout, Releases
@@ -36,7 +37,7 @@ class Stages:
 
     def job(self, stage: str, day: str, record: Day) -> Job:
         """The command of a stage."""
-        config, layout, logs = self.config, self.layout, self.config.logs
+        config, layout, logs, lock = self.config, self.layout, self.config.logs, self.lock(stage, day)
         base = self.releases.read(record.base) if record.base is not None else None
         run = str(layout.run(day))
         columns = [f"--{name}-column={getattr(logs, f'{name}_column')}" for name in ("user", "item", "time")]
@@ -44,22 +45,22 @@ class Stages:
             extend = [f"--extend={layout.data(base.trained)}"] if base else []
             arguments = ["events", f"--input={layout.inputs(day)}", f"--output={layout.data(day)}", *extend, *columns]
             arguments += [f"--time-unit={logs.time_unit}", *logs.arguments]
-            return Job(day, stage, "pipelines.prepare", tuple(arguments), grouped=False)
+            return Job(day, stage, "pipelines.prepare", tuple(arguments), False, lock)
         if stage == "refresh":
             assert base is not None
             arguments = [f"--export={layout.export(base.day)}", f"--events={layout.inputs(day)}"]
             arguments += [f"--output={layout.export(day)}"]
-            return Job(day, stage, "pipelines.refresh", tuple(arguments), grouped=False)
+            return Job(day, stage, "pipelines.refresh", tuple(arguments), False, lock)
         if stage == "train":
             warm = base if config.train.warm_start else None
             start = [f"--init-from={layout.run(warm.trained)}"] if warm else []
             settings = [*config.train.settings, *(() if warm else config.train.first_settings)]
             arguments = [f"--config={config.train.config}", f"--run-dir={run}", *start]
             arguments += [f"data.path={layout.data(day)}", *settings]
-            return Job(day, stage, "pipelines.train", tuple(arguments), lock=str(layout.run(day) / ".lock"))
+            return Job(day, stage, "pipelines.train", tuple(arguments), lock=lock)
         if stage == "export":
             arguments = [f"--run-dir={run}", f"--output={layout.export(day)}", *config.export.arguments]
-            return Job(day, stage, "pipelines.export", tuple(arguments))
+            return Job(day, stage, "pipelines.export", tuple(arguments), lock=lock)
         wanted = config.evaluate
         arguments = [f"--split={wanted.split}", f"--output={self.evaluation(stage, day)}"]
         arguments += ["--filter-seen"] * wanted.filter_seen
@@ -71,6 +72,13 @@ class Stages:
             arguments += [f"--run-dir={layout.run(base.trained)}", f"--data={layout.data(day)}"]
             arguments += ["--allow-other-data", "--no-baselines"]
         return Job(day, stage, "pipelines.evaluate", tuple(arguments))
+
+    def lock(self, stage: str, day: str) -> Path | None:
+        """What a job of a stage has locked while it writes; a measurement, which anybody may repeat, has nothing."""
+        if stage == "train":
+            return self.layout.run(day) / ".lock"
+        outputs = {"prepare": self.layout.data, "refresh": self.layout.export, "export": self.layout.export}
+        return NewDirectory(outputs[stage](day)).lock_path if stage in outputs else None
 
     def shown(self, job: Job) -> str:
         """A job as a command that a person would type."""

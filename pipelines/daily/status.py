@@ -2,7 +2,7 @@
 
 from fuxi_torchrec.artifacts import is_locked
 from pipelines.daily.config import DailyConfig
-from pipelines.daily.jobs import LOCAL, Ended, Job, TorchXJobs
+from pipelines.daily.jobs import LOCAL, TorchXJobs
 from pipelines.daily.logs import order
 from pipelines.daily.loop import Daily
 from pipelines.daily.state import Day
@@ -12,7 +12,7 @@ STAGES = ("prepare", "train", "evaluate", "compare", "gate", "refresh", "export"
 
 def status(config: DailyConfig) -> str:
     """Every day with its stages, as a table."""
-    daily = Daily(config, _NoJobs())
+    daily = Daily(config)
     current, line, ever = daily.releases.current(), daily.releases.line(), daily.releases.ever()
     running = is_locked(daily.layout.lock)
     days = sorted({*daily.state.days, *ever, *daily.pending()}, key=order)
@@ -47,22 +47,6 @@ def _cell(record: Day, stage: str, running: bool) -> str:
     if found.status == "finished":
         return f"{found.seconds:.0f} s" if found.seconds is not None else "done"
     return "stopped" if found.status == "running" and not running else found.status
-
-
-class _NoJobs:
-    """Where nothing is to be run."""
-
-    def check(self, job: Job) -> None:
-        raise AssertionError
-
-    def submit(self, job: Job) -> str:
-        raise AssertionError
-
-    def follow(self, job: Job, handle: str) -> Ended:
-        raise AssertionError
-
-    def wait_for_earlier(self, job: Job, handle: str | None) -> bool:
-        raise AssertionError
 
 
 def dry_run(daily: Daily, jobs: TorchXJobs, day: str) -> None:

@@ -1,7 +1,6 @@
 """The daily pipeline's jobs, on schedulers that answer as TorchX's do."""
 
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -128,7 +127,7 @@ def test_a_job_that_takes_too_long_is_cancelled_and_its_end_waited_for(cluster, 
 
 def test_a_cancelled_job_has_ended_when_its_lock_is_free(cluster, clock, tmp_path):
     file = tmp_path / ".lock"
-    job = dataclasses.replace(JOB, lock=str(file))
+    job = dataclasses.replace(JOB, lock=file)
     jobs = cluster({"local_cwd://t/1": ["RUNNING"]}, "local_cwd")
     held = daily_state.locked(file, "the run")
     held.__enter__()  # a worker in a session of its own, which TorchX does not kill
@@ -161,28 +160,21 @@ def test_a_cluster_job_that_does_not_exist_any_more_holds_nothing_up(cluster):
         cluster({"kubernetes://t/n:1": [ApiError(403)]}, "kubernetes").wait_for_earlier(JOB, "kubernetes://t/n:1")
 
 
-def test_a_local_job_of_an_earlier_pipeline_is_found_by_its_mark_and_its_lock(cluster, clock, tmp_path):
-    jobs = cluster({}, "local_cwd")
-    code = "import sys; print(flush=True); sys.stdin.read()"
-    environment = {**os.environ, daily_jobs.MARK: jobs.mark(JOB)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()
-        assert daily_jobs.marked_processes(jobs.mark(JOB)) == [process.pid]
-        assert daily_jobs.marked_processes(jobs.mark(JOB)[:-1]) == []
-
-        def sleeping():
-            process.stdin.close()
-            process.wait()
-
-        clock.sleeping = sleeping
-        assert jobs.wait_for_earlier(JOB, None)
-    assert not jobs.wait_for_earlier(JOB, "local_cwd://torchx/train-0-abc")
-    lock = tmp_path / ".lock"
-    with daily_state.locked(lock, "the run"):
-        assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == f"{lock} is locked"
-    assert jobs._alive(dataclasses.replace(JOB, lock=str(lock)), None) == ""
+def test_a_local_job_of_an_earlier_pipeline_is_found_by_its_lock(tmp_path):
+    lock = tmp_path / ".data.lock"
+    code = (
+        f"import fcntl, time; file = open({str(lock)!r}, 'a'); fcntl.flock(file, 2); print(flush=True); time.sleep(1)"
+    )
+    job = dataclasses.replace(JOB, lock=lock)
+    with get_runner() as runner:
+        config = daily_config.JobsConfig(poll_seconds=0.1)
+        jobs = daily_jobs.TorchXJobs(runner, "local_cwd", config, tmp_path)
+        handle = "local_cwd://torchx/train-0-abc"  # of another process: this runner knows nothing of it
+        assert not jobs.wait_for_earlier(job, handle)
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            assert jobs.wait_for_earlier(job, handle) and process.wait() == 0
+        assert not jobs.wait_for_earlier(job, None)
 
 
 # --- before they run -------------------------------------------------------------------------------------------------

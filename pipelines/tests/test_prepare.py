@@ -1,6 +1,6 @@
 import signal
 
-from fuxi_torchrec.data import writer
+from fuxi_torchrec.artifacts import NewDirectory
 from pipelines import inspect, prepare
 
 
@@ -31,7 +31,7 @@ def test_mistakes_end_in_one_line_and_exit_code_1(tmp_path, capsys):
 def test_a_signal_after_the_dataset_has_its_name(tmp_path, capsys, monkeypatch):
     arguments = ["synthetic", "--users", "5", "--output", str(tmp_path / "set")]
     with monkeypatch.context() as patched:
-        patched.setattr(writer, "sync", lambda _: signal.raise_signal(signal.SIGTERM))  # of the directory, after it
+        patched.setattr(NewDirectory, "end", lambda _: signal.raise_signal(signal.SIGTERM))  # all is done
         assert prepare.main(arguments) == 128 + signal.SIGTERM
     assert capsys.readouterr().err == f"prepare: stopped by SIGTERM; {tmp_path / 'set'} is complete\n"
     assert inspect.main([str(tmp_path / "set")]) == 0

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from fuxi_torchrec.artifacts import OutputError
 from fuxi_torchrec.data import writer
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.prepare import PrepareOptions, prepare, prepare_synthetic
@@ -143,7 +144,7 @@ def test_mistakes_in_sql_and_targets(log, tmp_path):
 def test_an_output_that_exists_is_left_alone(log, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "precious").write_text("keep")
-    with pytest.raises(DataError, match="set exists already: choose another output, or delete it first"):
+    with pytest.raises(OutputError, match="set exists: nothing is written over it, choose another output"):
         prepare(events(log), tmp_path / "set")
     assert os.listdir(tmp_path / "set") == ["precious"]
     assert sorted(os.listdir(tmp_path)) == ["log.csv", "set"]
@@ -206,9 +207,9 @@ def test_two_preparations_into_one_output(log, tmp_path):
     tried = []
 
     def second(what, done, total):
-        with pytest.raises(DataError, match="set: another prepare is writing it: wait for it, or choose another"):
+        with pytest.raises(OutputError, match="set: another job is writing it: wait for it, or choose another"):
             prepare(events(log), tmp_path / "set")
-        with pytest.raises(DataError, match="another prepare is writing it"):
+        with pytest.raises(OutputError, match="another job is writing it"):
             prepare_synthetic(SyntheticConfig(users=3), f"{tmp_path}/set/")
         tried.append(what)
 
@@ -228,7 +229,7 @@ def test_what_a_killed_preparation_left_goes_away_with_the_next(log, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, timeout=60, check=False)
     assert done.returncode == -9
     # everything it had is under one name
-    assert sorted(os.listdir(tmp_path)) == [".set.lock", ".set.preparing", "log.csv"]
-    assert list(tmp_path.glob(".set.preparing/*/events.duckdb"))
+    assert sorted(os.listdir(tmp_path)) == [".set.lock", ".set.partial", "log.csv"]
+    assert list(tmp_path.glob(".set.partial/*/events.duckdb"))
     prepare(events(log), tmp_path / "set")
     assert sorted(os.listdir(tmp_path)) == ["log.csv", "set"]

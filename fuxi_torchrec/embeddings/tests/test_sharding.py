@@ -311,7 +311,7 @@ def test_configurations_whose_result_would_depend_on_the_division_are_refused():
     adagrad = OptimizerConfig(kind="rowwise_adagrad")
     with pytest.raises(ValueError, match=r"tables\.sharding is column_wise"):
         Config(optimizer=adagrad, tables=TablesConfig(sharding="column_wise"))
-    with pytest.raises(ValueError, match=r"tables\.features\.tags\.sharding is column_wise"):
+    with pytest.raises(ValueError, match=r"features\.event\.tags\.sharding is column_wise"):
         Config(optimizer=adagrad, features=FeaturesConfig({"tags": FeatureConfig(sharding="column_wise")}))
     with pytest.raises(ValueError, match=r"batch\.max_events_per_rank accumulates gradients"):
         Config(optimizer=adagrad, batch=BatchConfig(max_events_per_rank=100))

@@ -175,12 +175,19 @@ class FuXiLinearEncoder(SequenceEncoder):
         """
         checks.state(self, state, state.pending, self.positions)
         checks.requests(request_timestamps, len(state), self.positions.device, validate)
-        return self._query(state, request_timestamps)
+        return self.query_unchecked(state, request_timestamps)
 
     def append_one(self, state: EncoderState, rows: Tensor, times: Tensor) -> EncoderState:
         """See :class:`SequenceEncoder`."""
         position = state.count.clamp(max=self.config.max_positions - 1)
         return self._append_one(state, self._embed(rows, position), times)
+
+    def query_unchecked(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
+        """The last block's output of the pending events, queried at a time."""
+        step, rows = self._step(state, request_timestamps), state.pending
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            rows, _ = block.step_output(rows, step, memory)
+        return rows * (state.count > 0).unsqueeze(1)
 
     # --- training and looking ----------------------------------------------------------------------------------------
 
@@ -216,13 +223,6 @@ class FuXiLinearEncoder(SequenceEncoder):
         return Step(
             position, ticks, *temporal_vectors(self.config, state.pending_time, next_time_B, state.pending.dtype)
         )
-
-    def _query(self, state: EncoderState, time_B: Tensor) -> Tensor:
-        """The last block's output of the pending events, asked at a time."""
-        step, rows = self._step(state, time_B), state.pending
-        for block, memory in zip(self.layers, state.memory, strict=True):
-            rows, _ = block.step_output(rows, step, memory)
-        return rows * (state.count > 0).unsqueeze(1)
 
     def _append_one(self, state: EncoderState, rows: Tensor, time_B: Tensor) -> EncoderState:
         """One new event for every user: commit the pending one with its real successor, then wait with the new one."""

@@ -12,17 +12,15 @@ Rules, also in the manifest:
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.events.log import OnBadRows
 from fuxi_torchrec.events.times import check_time, show_time
 from fuxi_torchrec.export.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.append_log import LOG_FILE, about_of, read_about
-from fuxi_torchrec.serving.refresh.files import place_for
 from fuxi_torchrec.serving.refresh.new_events import LogColumns, read_events
 from fuxi_torchrec.serving.refresh.run import Progress, RefreshRun, Since
 from fuxi_torchrec.serving.refresh.summary import Summary
@@ -79,7 +77,7 @@ def refresh(
     if _done_already(output, request):
         summary.already_done = True
         return summary
-    with place_for(output) as place:
+    with NewDirectory(output) as place:
         summary.seconds["reading"] = time.perf_counter() - began
         run = RefreshRun(
             bundle,
@@ -93,10 +91,6 @@ def refresh(
             _since(Path(events), bundle),
         )
         run.run(request)
-        if output.exists():
-            raise ExportError(f"{output} appeared while this was running: choose another output")
-        os.rename(place, output)
-        sync(output.absolute().parent)
     return summary
 
 

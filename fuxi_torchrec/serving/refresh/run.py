@@ -391,10 +391,7 @@ class RefreshRun:
             files=dict(sorted(self.files.items())),
             parent={**parent, FORGOTTEN: forgotten} if forgotten else parent,
         )
-        for folder in {str(Path(name).parent) for name in self.files}:
-            sync(self.place / folder)
         write_manifest(self.place, manifest)
-        sync(self.place)
 
 
 def _mask(ids: pa.Array, among: pa.Array) -> NDArray[np.bool_]:

@@ -13,6 +13,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
+from fuxi_torchrec.artifacts import OutputError
 from fuxi_torchrec.encoders.tests import causal_mean
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
@@ -252,7 +253,7 @@ def test_two_refreshes_into_one_output(tmp_path):
     events = Log([(0, 1001, last, {})]).write(tmp_path / "e.csv")
 
     def second(what, done, total):
-        with pytest.raises(ExportError, match="another refresh is writing it"):
+        with pytest.raises(OutputError, match="another job is writing it"):
             refresh(tmp_path / "a", events, tmp_path / "b")
         tried.append(what)
 

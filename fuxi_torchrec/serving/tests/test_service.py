@@ -11,7 +11,8 @@ from fastapi.testclient import TestClient
 
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
-from fuxi_torchrec.serving.http.service import Limits, create_app
+from fuxi_torchrec.serving.http.service import create_app
+from fuxi_torchrec.serving.options import Limits
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.tests.random_export import DAY, DemoExport, write_demo_export
 
@@ -33,7 +34,7 @@ def recommender(export, tmp_path):
 
 @pytest.fixture
 def client(recommender):
-    limits = Limits(k=100, body_bytes=5000, events=20)
+    limits = Limits(max_k=100, max_body_kib=5, max_events=20)
     with TestClient(create_app(recommender, limits=limits), raise_server_exceptions=False) as client:
         yield client
 
@@ -91,7 +92,7 @@ def test_the_servers_clock_is_the_default(client):
         ("/recommend", "9" * 4500, 400, "body"),
         ("/recommend", '{"user_id": "\\ud800"}', 422, "user_id"),
         ("/recommend", b"\xff\xfe", 422, "body"),
-        ("/recommend", '{"user_id": 1, "x": "' + "y" * 6000 + '"}', 413, "5,000 bytes"),
+        ("/recommend", '{"user_id": 1, "x": "' + "y" * 6000 + '"}', 413, "5,120 bytes"),
         ("/append", '{"events": []}', 422, "events"),
         ("/append", '{"events": [' + ",".join(['{"user_id":1,"item_id":1,"timestamp":1}'] * 21) + "]}", 422, "20"),
         ("/append", '{"events": [{"user_id": 1, "item_id": 1, "timestamp": -4}]}', 422, "timestamp"),
@@ -349,7 +350,7 @@ def test_events_that_wait_are_bounded(recommender, monkeypatch):
         return append(groups, **given)
 
     monkeypatch.setattr(recommender, "append_events", slowly)
-    limits = Limits(waiting_events=10)
+    limits = Limits(max_waiting_events=10)
     with TestClient(create_app(recommender, limits=limits)) as client, ThreadPoolExecutor(1) as pool:
         event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
         first = pool.submit(client.post, "/append", json={"events": [event] * 10})
@@ -379,7 +380,7 @@ def test_health_and_metrics_wait_for_nobody(client, recommender):
 
 def test_each_event_is_checked_once(client, recommender, monkeypatch):
     checked = []
-    for name in ("http.service", "requests"):
+    for name in ("http.bodies", "requests"):
         check = f"fuxi_torchrec.serving.{name}.check_event_time"
         monkeypatch.setattr(check, lambda value, *_, **__: checked.append(value) or value)
     time = as_of(client)
@@ -389,15 +390,15 @@ def test_each_event_is_checked_once(client, recommender, monkeypatch):
 
 
 def test_histories_that_wait_are_bounded_too(recommender, monkeypatch):
-    began, gate, answer = threading.Event(), threading.Event(), recommender.recommend_history
+    began, gate, answer = threading.Event(), threading.Event(), recommender.answer_history
 
     def slowly(*given):
         began.set()
         assert gate.wait(10)
         return answer(*given)
 
-    monkeypatch.setattr(recommender, "recommend_history", slowly)
-    with TestClient(create_app(recommender, limits=Limits(waiting=1))) as client, ThreadPoolExecutor(1) as pool:
+    monkeypatch.setattr(recommender, "answer_history", slowly)
+    with TestClient(create_app(recommender, limits=Limits(max_waiting=1))) as client, ThreadPoolExecutor(1) as pool:
         body = {"events": [{"item_id": 1001, "timestamp": as_of(client)}], "time": as_of(client) + DAY}
         first = pool.submit(client.post, "/recommend-history", json=body)
         assert began.wait(10)
@@ -432,7 +433,7 @@ def test_a_request_that_cannot_be_answered_fails_alone(recommender, monkeypatch)
         return answer(requests)
 
     monkeypatch.setattr(recommender, "answer", failing)
-    app = create_app(recommender, limits=Limits(batch=8, window_seconds=1.0))
+    app = create_app(recommender, limits=Limits(max_batch=8, batch_window_ms=1000.0))
     with TestClient(app, raise_server_exceptions=False) as client, ThreadPoolExecutor(8) as pool:
         when = as_of(client)
         bodies = [{"user_id": user, "time": when} for user in range(8)]

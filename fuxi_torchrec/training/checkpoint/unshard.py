@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fuxi_torchrec.artifacts import sync, sync_all
+from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.training.checkpoint.info import CheckpointError, check_file, read_info
 
 WEIGHTS, CONFIG, ITEMS = "model.safetensors", "config.yaml", "items.parquet"
@@ -60,22 +60,11 @@ def read_plain(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
 
 def unshard(run: Path, checkpoint: Path, output: Path) -> dict[str, Tensor]:
     """Write a checkpoint's weights as one safetensors file, with the run's configuration and items beside it."""
-    if output.exists():
-        raise FileExistsError(f"{output} exists: name a new directory")
-    info = read_info(checkpoint)
-    weights = read_plain(checkpoint)
-    aside = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    metadata = {"checkpoint": checkpoint.name, "progress": json.dumps(dataclasses.asdict(info.progress))}
-    try:
-        save_file(weights, aside / WEIGHTS, metadata)
+    with NewDirectory(output) as place:
+        info = read_info(checkpoint)
+        weights = read_plain(checkpoint)
+        metadata = {"checkpoint": checkpoint.name, "progress": json.dumps(dataclasses.asdict(info.progress))}
+        save_file(weights, place / WEIGHTS, metadata)
         for name in (CONFIG, ITEMS):
-            shutil.copyfile(run / name, aside / name)
-        sync_all(aside)
-        aside.rename(output)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    sync(output.absolute().parent)
+            shutil.copyfile(run / name, place / name)
     return weights

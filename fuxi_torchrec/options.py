@@ -1,0 +1,92 @@
+"""Command-line flags from option dataclasses: a default is written once, in the class."""
+
+import argparse
+import dataclasses
+import types
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+Schema = TypeVar("Schema")
+
+
+def option(default: Any, help: str, *, metavar: str | None = None, least: float | None = None) -> Any:
+    """A field of an option dataclass.
+
+    Args:
+        default: MISSING for one that must be given.
+        help: what ``--help`` says of it.
+        metavar: for a value in ``--help``.
+        least: the smallest number allowed, see :func:`check_least`.
+    """
+    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, "least": least})
+
+
+def check_least(options: Any) -> None:
+    """A ValueError that names the flag if a number is too small; for ``__post_init__``."""
+    for field in dataclasses.fields(options):
+        value, least = getattr(options, field.name), field.metadata.get("least")
+        if value is not None and least is not None and not value >= least:
+            raise ValueError(f"{_flag(field.name)} must be at least {least}, not {value}")
+
+
+def add_options(parser: argparse.ArgumentParser, schema: type[Any]) -> None:
+    """A flag for every field of a dataclass that has a help text; ``--no-x`` for what is true by default.
+
+    Example:
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Options:
+        ...     users: int = option(5, "how many")
+        ...     index: bool = option(True, "write an index")
+        ...     kind: Literal["a", "b"] | None = option(None, "which one")
+        >>> parser = argparse.ArgumentParser()
+        >>> add_options(parser, Options)
+        >>> options_from(parser.parse_args(["--no-index", "--kind", "b"]), Options)
+        Options(users=5, index=False, kind='b')
+    """
+    hints = get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        said = field.metadata.get("help")
+        if said is None:
+            continue
+        kind, default = _plain(hints[field.name]), field.default
+        if kind is bool:
+            flag = f"--no-{field.name.replace('_', '-')}" if default else _flag(field.name)
+            text = f"do not {said}" if default else said
+            parser.add_argument(
+                flag, dest=field.name, action="store_false" if default else "store_true", help=_text(text)
+            )
+            continue
+        choices = get_args(kind) if get_origin(kind) is Literal else None
+        required = default is dataclasses.MISSING
+        if not required and default is not None:
+            said += f"; {default:,} by default" if type(default) is int else f"; {default} by default"
+        parser.add_argument(
+            _flag(field.name),
+            type=type(choices[0]) if choices else kind,
+            choices=choices,
+            required=required,
+            default=None if required else default,
+            metavar=field.metadata.get("metavar"),
+            help=_text(said),
+        )
+
+
+def options_from(namespace: argparse.Namespace, schema: type[Schema]) -> Schema:
+    """What the flags of a dataclass were given."""
+    fields = dataclasses.fields(schema)  # type: ignore[arg-type]
+    given = {field.name: getattr(namespace, field.name) for field in fields if hasattr(namespace, field.name)}
+    return schema(**given)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _text(help: str) -> str:
+    return help.replace("%", "%%")
+
+
+def _plain(kind: Any) -> Any:
+    """A type without its None."""
+    if get_origin(kind) in (Union, types.UnionType):
+        (kind,) = (each for each in get_args(kind) if each is not type(None))
+    return kind
