@@ -121,7 +121,7 @@ def pandas_case(log: str, output: str) -> dict[str, float]:
 
 
 def prepare_wide(log: str, output: str) -> dict[str, float]:
-    """Prepare a log with a side feature and target weights."""
+    """Prepare a log with a feature and target weights."""
     target = "CASE action WHEN 0 THEN 0 ELSE 1 END"
     source = sources.events(log, "user", "item", "time", "s", ["action"], target)
     return {"events": prepare(source, output, PrepareOptions(memory_limit=MEMORY_LIMIT)).events}
@@ -133,7 +133,7 @@ def read_case(path: str, kind: str) -> dict[str, float]:
     plan = Plan(max_length=10_000, truncation="windows", batch_events=65_536)
     reader = Reader(dataset)
     if kind == "small cache":
-        reader = Reader(dataset, [side.name for side in dataset.info.sides])
+        reader = Reader(dataset, [feature.name for feature in dataset.info.features])
         reader.cache_bytes = int(reader.block_bytes().sum()) // 10
         plan = dataclasses.replace(plan, shuffle_blocks=1)
     maker = BatchMaker(reader, LeaveOneOut(), Items(np.arange(dataset.info.items + 1) > 0, 0.01))
@@ -194,7 +194,7 @@ def report(found: dict[str, Any]) -> str:
         "prepare": f"`prepare events`, memory limit {MEMORY_LIMIT}",
         "pandas": "pandas: the same with its groupby, in memory",
         "read": "reader: one epoch of training batches, one process",
-        "read_small_cache": "the same with a side feature, target weights and a cache of a tenth of the set",
+        "read_small_cache": "the same with a feature, target weights and a cache of a tenth of the set",
     }
     rows = []
     for name, text in names.items():

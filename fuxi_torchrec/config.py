@@ -83,8 +83,8 @@ Sharding = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "au
 
 
 @dataclass(frozen=True)
-class SideConfig:
-    """The table of one side feature."""
+class FeatureConfig:
+    """The table of a feature's values."""
 
     pooling: Literal["sum", "mean"] = _key("sum", "of an event's values, where it has several")
     sharding: Sharding = _operational("data_parallel", "how the table is sharded; auto: TorchRec's planner chooses")
@@ -96,13 +96,19 @@ class TablesConfig:
 
     init_std: float = _key(0.02, "rows start normal with this deviation, within two of them")
     sharding: Sharding = _operational("row_wise", "how the item table is sharded; auto: TorchRec's planner chooses")
-    sides: dict[str, SideConfig] = field(
-        default_factory=dict, metadata={"help": "side features by their column: {action: {pooling: mean}}"}
-    )
 
     def __post_init__(self) -> None:
         if not self.init_std > 0:
             raise ValueError(f"init_std must be positive, not {self.init_std}")
+
+
+@dataclass(frozen=True)
+class FeaturesConfig:
+    """Features that the model reads beside items and times, by whose they are and by their names in the dataset."""
+
+    event: dict[str, FeatureConfig] = field(
+        default_factory=dict, metadata={"help": "features of events: {action: {pooling: mean}}"}
+    )
 
 
 @dataclass(frozen=True)
@@ -227,6 +233,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     model: EncoderConfig = field(default_factory=_default_model, metadata={"by_kind": config_class})
     tables: TablesConfig = field(default_factory=TablesConfig)
+    features: FeaturesConfig = field(default_factory=FeaturesConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -240,7 +247,9 @@ class Config:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be at least 0 and below 2^63, not {self.seed}")
         shardings = {"tables.sharding": self.tables.sharding}
-        shardings |= {f"tables.sides.{name}.sharding": side.sharding for name, side in self.tables.sides.items()}
+        shardings |= {
+            f"features.event.{name}.sharding": feature.sharding for name, feature in self.features.event.items()
+        }
         if self.optimizer.kind == "rowwise_adagrad":
             if self.batch.max_events_per_rank is not None:
                 raise ValueError(

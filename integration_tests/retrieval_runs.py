@@ -19,11 +19,11 @@ CUTS, BUCKETS = (1, 5, 10, 50, 200), (20, 50, 200, 1_000, 5_000)
 SETTINGS = ["train.max_steps=2", "train.epochs=9", "batch.max_length=24", "data.min_item_events=18"]
 
 
-def dataset(path, side=None, seed=4):
+def dataset(path, feature=None, seed=4):
     """40 users of 1 to 70 events; one of them has an event only."""
     histories = random_histories(seed, 40, 70, ITEMS)
     histories[7] = (histories[7][0][:1], histories[7][1][:1])
-    return make_dataset(path, histories, ITEMS, block_users=11, side=side)
+    return make_dataset(path, histories, ITEMS, block_users=11, feature=feature)
 
 
 def train(run_dir, settings, pattern=False):
@@ -71,7 +71,7 @@ class Plain:
     config: Config
     encoder: SequenceEncoder
     table: torch.Tensor
-    sides: dict
+    features: dict
     known: np.ndarray
     histories: list  # items, times, action of each user
 
@@ -88,16 +88,16 @@ def plain(run_dir, data, step=None):
     known = np.concatenate([[False], pq.read_table(Path(run_dir) / "items.parquet")["known"].to_numpy()])
     rows = pq.read_table(f"{data}/part-00000.parquet").to_pylist()
     histories = [(row["user_id"], row["item"], row["timestamp"], row.get("action")) for row in rows]
-    sides = {k: v for k, v in weights.items() if k.startswith("side_")}
-    return Plain(config, encoder, weights["item_table"], sides, known, histories)
+    features = {k: v for k, v in weights.items() if k.startswith("feature_")}
+    return Plain(config, encoder, weights["item_table"], features, known, histories)
 
 
 def vectors(run, users):
     """(B, D) of users given as items, times, actions and the time asked: the forward pass over the last events."""
     n = run.config.batch.max_length
     rows = run.table[[i if run.known[i] else 0 for items, *_ in users for i in items[-n:]]]
-    if run.sides:
-        rows = rows + run.sides["side_action"][[a for _, _, actions, _ in users for a in actions[-n:]]]
+    if run.features:
+        rows = rows + run.features["feature_action"][[a for _, _, actions, _ in users for a in actions[-n:]]]
     ends = torch.tensor([len(items[-n:]) for items, *_ in users]).cumsum(0)
     times = torch.tensor([t for _, times, *_ in users for t in times[-n:]])
     asked = torch.tensor([each for *_, each in users])

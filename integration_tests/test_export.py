@@ -18,12 +18,12 @@ from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.export.bundle import Bundle, scaled
 from fuxi_torchrec.export.parts import read_histories, read_users
 from fuxi_torchrec.export.states import StateFile
-from fuxi_torchrec.serving.catalogue import side_values
+from fuxi_torchrec.serving.catalogue import feature_values
 from fuxi_torchrec.serving.encoding import UserModel
 from integration_tests import retrieval_runs as small
 
 pytestmark = pytest.mark.timeout(300)  # the first test starts processes and trains
-SIDE = ["tables.sides.action.pooling=sum", "tables.sides.action.sharding=row_wise"]
+FEATURE = ["features.event.action.pooling=sum", "features.event.action.sharding=row_wise"]
 
 
 def export(run_dir, output, load_options=None, **options):
@@ -40,13 +40,13 @@ def export(run_dir, output, load_options=None, **options):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    return small.dataset(tmp_path_factory.mktemp("export") / "set", side="single").path
+    return small.dataset(tmp_path_factory.mktemp("export") / "set", feature="single").path
 
 
 @pytest.fixture(scope="module")
 def trained(workers, data, tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "run"
-    workers(2).run(small.train, run, [f"data.path={data}", *SIDE, "train.max_steps=8"])
+    workers(2).run(small.train, run, [f"data.path={data}", *FEATURE, "train.max_steps=8"])
     return run
 
 
@@ -68,7 +68,7 @@ def columns(bundle, folder, *names):
 def steps(workers, data, tmp_path_factory):
     """A run with checkpoints of steps 2, 4 and 6, of which 2 is the best."""
     run = tmp_path_factory.mktemp("runs") / "steps"
-    settings = [f"data.path={data}", *SIDE, "checkpoint.every_steps=2", "checkpoint.keep_last=3"]
+    settings = [f"data.path={data}", *FEATURE, "checkpoint.every_steps=2", "checkpoint.keep_last=3"]
     workers(2).run(train_best, run, [*settings, "train.max_steps=2"])
     workers(2).run(small.train, run, [*settings, "train.max_steps=6"])
     return run
@@ -162,7 +162,7 @@ def test_states_and_histories_are_enough_to_go_on(exports):
     model, states = UserModel(bundle), 0
     for path in bundle.parts("users"):
         users = read_users(path)
-        histories = read_histories(bundle.path / "histories" / path.name, users.ids, bundle.manifest.sides)
+        histories = read_histories(bundle.path / "histories" / path.name, users.ids, bundle.manifest.features)
         again = model.encode(histories)
         assert np.abs(model.vectors(again, users.as_of).numpy() - users.embedding).max() < 1e-5
         kept = np.flatnonzero(users.events >= 10)
@@ -180,8 +180,8 @@ def test_states_and_histories_are_enough_to_go_on(exports):
 def test_tables_are_the_checkpoints(exports, trained, data):
     run, tables = small.plain(trained, data), load_file(exports[4].path / "tables.safetensors")
     assert torch.equal(tables["item_table"], run.table)
-    assert torch.equal(tables["side_action"], run.sides["side_action"])
-    assert run.sides["side_action"].abs().sum() > 0
+    assert torch.equal(tables["feature_action"], run.features["feature_action"])
+    assert run.features["feature_action"].abs().sum() > 0
     _, vectors = columns(exports[4], "items", "index", "embedding")
     assert np.array_equal(vectors, scaled(run.table[run.known], "cosine").numpy().astype(np.float64))
 
@@ -232,20 +232,20 @@ def test_text_of_another_dataset_is_exported_in_the_runs_own_indices(workers, tm
     histories = small.random_histories(4, 40, 70, small.ITEMS)
     own = small.make_dataset(tmp_path / "own", histories, small.ITEMS, 11, texts=["a", "b", "c", "d"]).path
     other = small.make_dataset(tmp_path / "other", histories, small.ITEMS, 11, texts=["d", "x", "b", "a", "c"]).path
-    workers(2).run(small.train, tmp_path / "run", [f"data.path={own}", *SIDE])
+    workers(2).run(small.train, tmp_path / "run", [f"data.path={own}", *FEATURE])
     workers(2).run(export, tmp_path / "run", tmp_path / "1")
     options = {"data": other, "allow_other_data": True}
     workers(2).run(export, tmp_path / "run", tmp_path / "2", options)
     one, two = (Bundle.open(tmp_path / name, verify="checksums") for name in "12")
     assert one.manifest.dataset != two.manifest.dataset
-    assert side_values(two) == side_values(one) == {"action": {"a": 1, "b": 2, "c": 3, "d": 4}}
+    assert feature_values(two) == feature_values(one) == {"action": {"a": 1, "b": 2, "c": 3, "d": 4}}
     assert np.array_equal(*(columns(each, "users", "embedding")[0] for each in (one, two)))
     for name in ("item", "action"):
         assert [pq.read_table(path)[name].to_pylist() for path in one.parts("histories")] == [
             pq.read_table(path)[name].to_pylist() for path in two.parts("histories")
         ]
     shutil.rmtree(own)
-    said = "values of the side feature action are matched through those of the run's own dataset"
+    said = "values of the feature action are matched through those of the run's own dataset"
     refused(workers, tmp_path / "run", tmp_path / "3", said, load_options=options)
     small.make_dataset(own, histories[1:], small.ITEMS, 11, texts=["b", "a", "c", "d"])  # something else in its place
     refused(workers, tmp_path / "run", tmp_path / "3", said, "fingerprint", load_options=options)
@@ -319,7 +319,7 @@ def test_times_that_cannot_be_meant_are_refused(workers, trained, tmp_path, as_o
 
 def test_other_bad_options_are_refused(workers, trained, tmp_path, data):
     refused(workers, trained, tmp_path / "out", "--state-min-events must be at least 1", state_min_events=0)
-    other = small.dataset(tmp_path / "set", side="single", seed=5).path
+    other = small.dataset(tmp_path / "set", feature="single", seed=5).path
     refused(workers, trained, tmp_path / "out", "fingerprint", load_options={"data": other})
     found = workers(2).run(export, trained, tmp_path / "out", {"data": other, "allow_other_data": True})
     assert found == [40, 40]

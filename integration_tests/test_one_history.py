@@ -15,9 +15,9 @@ from integration_tests import retrieval_runs as small
 CUT, END = 1_600_060_000, 1_600_100_000
 SETTINGS = ["batch.max_length=200", "model.max_positions=200", "data.min_item_events=12"]
 SETTINGS += [
-    "tables.sides.action.pooling=sum",
-    "tables.sides.action.sharding=row_wise",
-    "tables.sides.level.pooling=sum",
+    "features.event.action.pooling=sum",
+    "features.event.action.sharding=row_wise",
+    "features.event.level.pooling=sum",
 ]
 HEADER = "who,what,when,action,level,device,weight"
 WHERE = "device <> 'bot' AND weight < 9"
@@ -64,7 +64,7 @@ def export(run_dir, output, data=None):
 
 def plain(history):
     features = {}
-    for name, column in history.sides.items():
+    for name, column in history.features.items():
         assert not isinstance(column, Ragged)
         features[name] = column.tolist()
     return history.items.tolist(), history.times.tolist(), features
@@ -103,7 +103,7 @@ def test_a_history_is_the_same_three_ways(workers, tmp_path, rule):
     with Recommender.load(tmp_path / "yesterday") as live:
         done = live.append(
             *([row[n] for row in new] for n in range(3)),
-            sides=[{"action": row[3], "level": row[4]} for row in new],
+            features=[{"action": row[3], "level": row[4]} for row in new],
             columns=[{"device": row[5] or None, "weight": row[6]} for row in new],
         )
         assert (done.filtered, done.late) == (len(new) - len(kept), 0)

@@ -41,8 +41,8 @@ def test_what_cannot_be_meant_is_refused(run, capsys):
         with pytest.raises(SystemExit):
             run("--memory-gb", value)
         assert "must be positive" in capsys.readouterr().err
-    assert plan.main(["--items", "10", "--side-rows", "acton=5"]) == 1
-    assert "tables.sides has no acton; there are none" in capsys.readouterr().err
+    assert plan.main(["--items", "10", "--feature-rows", "acton=5"]) == 1
+    assert "features.event has no acton; there are none" in capsys.readouterr().err
 
 
 def test_what_nothing_makes_fit_says_so(run):

@@ -16,7 +16,7 @@ from fuxi_torchrec.serving.tests.exports import users_of
 from integration_tests import retrieval_runs as small
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = ["batch.max_length=90", "tables.sides.action.pooling=sum", "tables.sides.action.sharding=row_wise"]
+SETTINGS = ["batch.max_length=90", "features.event.action.pooling=sum", "features.event.action.sharding=row_wise"]
 
 
 def log(seed=0, users=30):
@@ -68,7 +68,7 @@ def test_refreshed_equals_exported(workers, tmp_path):
         numbers = ("as_of", "anchor_time", "anchor_count", "events", "last_time")
         assert [one.row[name] for name in numbers] == [other.row[name] for name in numbers]
         assert one.history.items.tolist() == other.history.items.tolist()
-        assert one.history.sides["action"].tolist() == other.history.sides["action"].tolist()
+        assert one.history.features["action"].tolist() == other.history.features["action"].tolist()
         assert np.abs(one.row["embedding"] - other.row["embedding"]).max() < 1e-5
         assert (one.state is None) == (other.state is None)
     # and live: yesterday's export with the same events appended answers as today's
@@ -76,8 +76,8 @@ def test_refreshed_equals_exported(workers, tmp_path):
     late = [row for row in rows if row[2] > cut]
     users = sorted(today)
     with Recommender.load(tmp_path / "yesterday") as live, Recommender.load(tmp_path / "today") as full:
-        sides = [{"action": row[3]} for row in late]
-        done = live.append([row[0] for row in late], [row[1] for row in late], [row[2] for row in late], sides)
+        features = [{"action": row[3]} for row in late]
+        done = live.append([row[0] for row in late], [row[1] for row in late], [row[2] for row in late], features)
         assert (done.accepted, done.late) == (len(late), 0)
         for one, other in zip(live.recommend(users, as_of, 5), full.recommend(users, as_of, 5), strict=True):
             np.testing.assert_allclose(one.scores, other.scores, atol=1e-4)

@@ -12,7 +12,7 @@ import torch
 
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.serving.recommender import Recommender
-from fuxi_torchrec.serving.tests.exports import SIDES
+from fuxi_torchrec.serving.tests.exports import FEATURES
 from fuxi_torchrec.serving.tests.random_export import DemoExport, write_demo_export
 from fuxi_torchrec.serving.tests.threads import mixed_operations
 from integration_tests.services import Service
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def export(tmp_path):
-    write_demo_export(tmp_path / "x", DemoExport(sides=SIDES))
+    write_demo_export(tmp_path / "x", DemoExport(features=FEATURES))
     return tmp_path / "x"
 
 

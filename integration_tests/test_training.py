@@ -163,7 +163,7 @@ def test_init_from_another_encoder_says_what_differs(workers, data, tmp_path):
         workers(2).run(runs.run, tmp_path / "next", [*settings, "model.num_layers=1"], init_from=tmp_path / "first")
 
 
-def test_init_from_over_side_features_that_have_more_values(workers, tmp_path):
+def test_init_from_over_features_that_have_more_values(workers, tmp_path):
     from fuxi_torchrec.data.prepare import PrepareOptions, prepare
     from fuxi_torchrec.events.sources import events
 
@@ -177,44 +177,46 @@ def test_init_from_over_side_features_that_have_more_values(workers, tmp_path):
         ("few", two, 2, "a", None),
         ("other", one, 9, "b", None),  # the first's items, another text at the first's row
     ):
-        source = events(str(with_sides(log, largest, kind)), "user", "item", "time", "s", ("kind", "size"))
+        source = events(str(with_features(log, largest, kind)), "user", "item", "time", "s", ("kind", "size"))
         extend = str(tmp_path / before) if before else None
         prepare(source, tmp_path / day, PrepareOptions(extend=extend))
-        settings[day] = [f"data.path={tmp_path / day}", "tables.sides={kind: {}, size: {}}", "train.max_steps=2"]
+        settings[day] = [f"data.path={tmp_path / day}", "features.event={kind: {}, size: {}}", "train.max_steps=2"]
     for day in ("first", "many"):
         workers(2).run(runs.run, tmp_path / f"run-{day}", settings[day])
-    old = workers(2).run(side_tables, tmp_path / "run-first", settings["first"], None)[0]
+    old = workers(2).run(feature_tables, tmp_path / "run-first", settings["first"], None)[0]
     assert {name: len(rows) for name, rows in old.items()} == {"kind": 2, "size": 6}
     for day, processes in (("second", 1), ("second", 2), ("third", 2)):
         run_dir = tmp_path / f"run-{day}-{processes}"
-        new = workers(processes).run(side_tables, run_dir, settings[day], tmp_path / "run-first")[0]
+        new = workers(processes).run(feature_tables, run_dir, settings[day], tmp_path / "run-first")[0]
         assert {name: len(rows) for name, rows in new.items()} == {"kind": 3, "size": 10}
         for name, rows in old.items():
             assert torch.equal(new[name][: len(rows)], rows)
-    with pytest.raises(WorkerError, match=r"side_size has 10 rows there and 3 here: prepare the dataset with --extend"):
-        workers(2).run(side_tables, tmp_path / "run-few", settings["few"], tmp_path / "run-many")
-    with pytest.raises(WorkerError, match=r"values of the side feature kind have other indices than in .*first"):
-        workers(2).run(side_tables, tmp_path / "run-other", settings["other"], tmp_path / "run-first")
-    one = [*settings["many"][:1], "tables.sides={size: {}}", "train.max_steps=1"]
+    with pytest.raises(
+        WorkerError, match=r"feature_size has 10 rows there and 3 here: prepare the dataset with --extend"
+    ):
+        workers(2).run(feature_tables, tmp_path / "run-few", settings["few"], tmp_path / "run-many")
+    with pytest.raises(WorkerError, match=r"values of the feature kind have other indices than in .*first"):
+        workers(2).run(feature_tables, tmp_path / "run-other", settings["other"], tmp_path / "run-first")
+    one = [*settings["many"][:1], "features.event={size: {}}", "train.max_steps=1"]
     workers(2).run(runs.run, tmp_path / "run-one", one)
-    with pytest.raises(WorkerError, match=r"it has no table side_kind: tables\.sides must be the same"):
-        workers(2).run(side_tables, tmp_path / "run-more", settings["many"], tmp_path / "run-one")
+    with pytest.raises(WorkerError, match=r"it has no table feature_kind: tables\.features must be the same"):
+        workers(2).run(feature_tables, tmp_path / "run-more", settings["many"], tmp_path / "run-one")
 
 
-def with_sides(log, largest, kinds):
-    """A log with a side feature of text and one of numbers."""
+def with_features(log, largest, kinds):
+    """A log with a feature of text and one of numbers."""
     lines = log.read_text().splitlines()
     rows = [f"{line},{kinds},{n % (largest + 1)}" for n, line in enumerate(lines[1:])]
-    path = log.with_name(f"sides-{largest}-{kinds}-{log.name}")
+    path = log.with_name(f"features-{largest}-{kinds}-{log.name}")
     path.write_text("\n".join([f"{lines[0]},kind,size", *rows]) + "\n")
     return path
 
 
-def side_tables(run_dir, settings, init_from):
-    """Every row of the side tables, which every process has, before training goes on."""
+def feature_tables(run_dir, settings, init_from):
+    """Every row of the feature tables, which every process has, before training goes on."""
     made, _ = runs.trainer(run_dir, settings, init_from=init_from)
-    tables = {k.split(".")[-2]: v for k, v in made.model.state_dict().items() if ".sides." in f".{k}"}
-    return {name.removeprefix("side_"): value.clone() for name, value in tables.items()}
+    tables = {k.split(".")[-2]: v for k, v in made.model.state_dict().items() if ".features." in f".{k}"}
+    return {name.removeprefix("feature_"): value.clone() for name, value in tables.items()}
 
 
 def item_table(run_dir, settings, init_from):

@@ -198,7 +198,7 @@ def test_a_copied_run_resumes(workers, run, data, expected):
         (["train.precision=bfloat16"], "ValueError", ["train.precision = bfloat16", "cpu", "take float32"]),
         (["data.time_unit=ms"], "DataError", ["times are in s", "data.time_unit = ms"]),
         (["data.min_item_events=100000"], "DataError", ["no item has 100000 training events"]),
-        (["tables.sides={genre: {}}"], "DataError", ["no side feature genre", "there are none"]),
+        (["features.event={genre: {}}"], "DataError", ["no feature genre", "there are none"]),
         (["data.path=nowhere/at/all"], "DataError", ["nowhere/at/all", "dataset.json is missing", "pipelines.prepare"]),
         (['data.path=""'], "DataError", ["data.path is not set"]),
         (

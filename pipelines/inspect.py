@@ -84,9 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(bars(info.length_histogram))
         print("time between events:")
         print(bars(gap_histogram(reader)))
-        for side in info.sides:
-            shape = "a list of values" if side.multiple else "one value"
-            print(f"side feature {side.name}: {shape} per event, below {side.cardinality}")
+        for feature in info.features:
+            shape = "a list of values" if feature.multiple else "one value"
+            print(f"feature {feature.name}: {shape} per event, below {feature.rows}")
         if info.has_target:
             print("events have target weights")
         print(sample_user(reader, args.user))

@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--procs-per-node", type=_positive, default=1, help="processes on a host, one a device")
     found.add_argument("--items", type=_positive, required=True, help="of the catalogue")
     found.add_argument(
-        "--side-rows", type=_side, action="append", default=[], metavar="NAME=ROWS", help="of a side table"
+        "--feature-rows", type=_feature, action="append", default=[], metavar="NAME=ROWS", help="of a feature table"
     )
     found.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     found.add_argument(
@@ -52,7 +52,7 @@ def _positive_number(text: str) -> float:
     return value
 
 
-def _side(text: str) -> tuple[str, int]:
+def _feature(text: str) -> tuple[str, int]:
     name, _, rows = text.partition("=")
     return name, _positive(rows or "0")
 
@@ -71,13 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     gigabytes = options.memory_gb or {"cpu": 16.0, "cuda": 80.0}[options.device]
     cluster = planning.Cluster(options.nodes, options.procs_per_node, options.device, int(gigabytes * planning.GB))
-    sides = dict(options.side_rows)
-    unknown = [name for name in sides if name not in config.tables.sides]
+    features = dict(options.feature_rows)
+    unknown = [name for name in features if name not in config.features.event]
     if unknown:
-        there = ", ".join(config.tables.sides) or "none"
-        print(f"--side-rows: tables.sides has no {', '.join(unknown)}; there are {there}", file=sys.stderr)
+        there = ", ".join(config.features.event) or "none"
+        print(f"--feature-rows: features.event has no {', '.join(unknown)}; there are {there}", file=sys.stderr)
         return 1
-    tables = planning.described_tables(config, options.items, sides)
+    tables = planning.described_tables(config, options.items, features)
     print(
         f"{cluster.nodes} nodes x {cluster.per_node} processes on {cluster.device}, {gigabytes:g} GB each; "
         f"{options.items:,} items, d = {config.model.dim}, {config.optimizer.kind}\n"
@@ -114,14 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         usable = f"{planning.USABLE:.0%} can be used"
         print(f"\nDOES NOT FIT: {_size(found.total)} of {gigabytes:g} GB a process, of which {usable}.")
-    _print_changes(config, options.items, sides, cluster)
+    _print_changes(config, options.items, features, cluster)
     return 1
 
 
-def _print_changes(config: Config, items: int, sides: dict[str, int], cluster: "planning.Cluster") -> None:
+def _print_changes(config: Config, items: int, features: dict[str, int], cluster: "planning.Cluster") -> None:
     from fuxi_torchrec.training import planning
 
-    changes = planning.changes_that_fit(config, items, sides, cluster)
+    changes = planning.changes_that_fit(config, items, features, cluster)
     if not changes:
         print("No single change and no pair of changes that were tried makes it fit: take fewer items or more memory.")
         return

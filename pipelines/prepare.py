@@ -49,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("user", "item", "time"):
         events.add_argument(f"--{name}-column", required=True)
     events.add_argument("--time-unit", required=True, choices=TIME_UNITS)
-    events.add_argument("--side-columns", default="", metavar="A,B", help="kept as side features")
+    events.add_argument("--event-features", default="", metavar="A,B", help="kept as features")
     events.add_argument("--target-expression", metavar="SQL", help="the event's weight as a target; 0 is context only")
     events.add_argument("--where", metavar="SQL", help="keep only such events")
     events.add_argument("--min-user-events", type=int, default=1)
@@ -90,7 +90,7 @@ def make_source(args: argparse.Namespace, scratch: str) -> Source:
         args.item_column,
         args.time_column,
         args.time_unit,
-        [name for name in args.side_columns.split(",") if name],
+        [name for name in args.event_features.split(",") if name],
         args.target_expression,
         args.where,
         args.min_user_events,

@@ -12,16 +12,7 @@ from fuxi_torchrec.data.reader import Block, Reader
 from fuxi_torchrec.data.schedule import Position, Schedule
 from fuxi_torchrec.data.splits import Bounds, Part, Split
 from fuxi_torchrec.events.hashing import mix
-
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class SideFeature:
-    """One value per event, or, with lengths, a list per event."""
-
-    values: Tensor
-    lengths: Tensor | None = None
+from fuxi_torchrec.events.histories import Column, Ints, no_values, ranges, stack, take
 
 
 @dataclass(frozen=True)
@@ -35,7 +26,7 @@ class EventBatch:
         timestamps: (T,) int64 times of the input events.
         request_timestamps: (B,) int64, the time of the event after each sequence's last: when the model is asked.
         offsets: (B + 1,) int64.
-        sides: side features of the input events.
+        features: of the input events, as arrays: they become bags.
         users: (B,) rows of the users in the dataset.
         end: where training stands after this batch, on the last micro-batch of a step; None elsewhere.
     """
@@ -47,7 +38,7 @@ class EventBatch:
     request_timestamps: Tensor
     offsets: Tensor
     users: Tensor
-    sides: dict[str, SideFeature] = field(default_factory=dict)
+    features: dict[str, Column] = field(default_factory=dict)
     end: Position | None = None
 
     def __len__(self) -> int:
@@ -163,7 +154,7 @@ class BatchMaker:
         for number in range(len(self.reader.groups)):
             block = self.reader.block(number)
             train_end = self.bounds(block).train_end
-            index = ranges(block.offsets[:-1], block.offsets[:-1] + np.maximum(train_end - 1, 0))
+            index = ranges(block.offsets[:-1], np.maximum(train_end - 1, 0))
             yield block.items[index], block.items[index + 1]
 
     def _blocks(self, users: Ints) -> "list[tuple[Block, Ints, slice]]":
@@ -187,11 +178,12 @@ class BatchMaker:
         pieces = [piece for piece in pieces if len(piece.rows)]
         none = np.zeros(0, np.int64)
         items, goals, weights, times, requests, lengths, users = ([none] for _ in range(7))
-        sides: dict[str, list[tuple[Ints, Ints | None]]] = {name: [] for name in self.reader.sides}
+        about = {feature.name: feature for feature in self.reader.dataset.info.features}
+        features = {name: [no_values(about[name], 0)] for name in self.reader.features}
         for piece in pieces:
             block = piece.block
             first = block.offsets[piece.rows]
-            index = ranges(first + piece.begin, first + piece.stop)
+            index = ranges(first + piece.begin, piece.stop - piece.begin)
             draw = None
             if epoch is not None and self.items.oov_rate:
                 row = np.repeat(piece.users, piece.stop - piece.begin).astype(np.uint64)
@@ -209,13 +201,8 @@ class BatchMaker:
             requests.append(block.times[first + piece.stop - (0 if targets else 1)])
             lengths.append(piece.stop - piece.begin)
             users.append(piece.users)
-            for name, parts in sides.items():
-                side = block.sides[name]
-                if side.offsets is None:
-                    parts.append((side.values[index], None))
-                else:
-                    inner = ranges(side.offsets[index], side.offsets[index + 1])
-                    parts.append((side.values[inner], side.offsets[index + 1] - side.offsets[index]))
+            for name, parts in features.items():
+                parts.append(take(block.features[name], index))
         return EventBatch(
             items=_tensor(items),
             targets=_tensor(goals),
@@ -224,12 +211,9 @@ class BatchMaker:
             request_timestamps=_tensor(requests),
             offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)),
             users=_tensor(users),
-            sides={name: _side(parts, self._is_multiple(name)) for name, parts in sides.items()},
+            features={name: stack(parts) for name, parts in features.items()},
             end=end,
         )
-
-    def _is_multiple(self, name: str) -> bool:
-        return next(side.multiple for side in self.reader.dataset.info.sides if side.name == name)
 
 
 @dataclass(frozen=True)
@@ -247,22 +231,8 @@ class _Piece:
         return _Piece(self.block, self.rows[keep], self.begin[keep], self.stop[keep], self.users[keep])
 
 
-def ranges(begin: Ints, stop: Ints) -> Ints:
-    """begin[0] .. stop[0] − 1, begin[1] .. stop[1] − 1, and so on."""
-    lengths = stop - begin
-    total = np.cumsum(lengths)
-    return np.arange(total[-1] if len(total) else 0) + np.repeat(begin - total + lengths, lengths)
-
-
 def _tensor(parts: list[Ints]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
-
-
-def _side(parts: list[tuple[Ints, Ints | None]], multiple: bool) -> SideFeature:
-    none = np.zeros(0, np.int64)
-    values = _tensor([none, *(values for values, _ in parts)])
-    lengths = [lengths for _, lengths in parts if lengths is not None]
-    return SideFeature(values, _tensor([none, *lengths]) if multiple else None)
 
 
 def _only_last_targets(batch: EventBatch) -> EventBatch:

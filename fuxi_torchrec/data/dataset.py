@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.filesystem import read_bytes
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
@@ -35,16 +36,6 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
-class SideInfo:
-    """One side feature: a value per event, or a list of values per event."""
-
-    name: str
-    multiple: bool
-    cardinality: int  # largest value + 1
-    vocabulary: bool  # whether side-NAME.parquet maps raw values to these
-
-
-@dataclass(frozen=True)
 class DatasetInfo:
     """What ``dataset.json`` says."""
 
@@ -56,7 +47,7 @@ class DatasetInfo:
     first_time: int
     last_time: int
     has_target: bool
-    sides: tuple[SideInfo, ...]
+    features: tuple[Feature, ...]
     files: tuple[FileInfo, ...]
     length_histogram: dict[str, int]
     skipped_rows: dict[str, int]
@@ -84,7 +75,7 @@ class DatasetInfo:
                 )
             plain["log"] = LogSpec.from_dict(plain["log"])
             plain["files"] = tuple(FileInfo(**file) for file in plain["files"])
-            plain["sides"] = tuple(SideInfo(**side) for side in plain["sides"])
+            plain["features"] = tuple(Feature(**feature) for feature in plain["features"])
             return DatasetInfo(**plain)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise DataError(f"{path}: not a dataset description: {error!r}; prepare the dataset again") from None
@@ -118,9 +109,9 @@ class Dataset:
         """What its item indices stand for."""
         return Vocabulary.read(self.file(ITEMS))
 
-    def side_values(self, name: str) -> pa.Array:
-        """Raw values of a side feature of text, in the order of their indices, from 1."""
-        return read_values(self.file(f"side-{name}.parquet"))
+    def feature_values(self, name: str) -> pa.Array:
+        """Raw values of a feature of text, in the order of their indices, from 1."""
+        return read_values(self.file(f"feature-{name}.parquet"))
 
 
 def histogram(lengths: Any) -> dict[str, int]:

@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 Progress = Callable[[str, int, int], None]  # what is done, events so far, events in all
 _BATCH = 2**17  # events between DuckDB and the buckets at once
 _AHEAD = 86_400  # seconds that an event may be ahead of the clock without a word
-_SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a side column beyond both are no rows of a table
+_SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a feature column beyond both are no rows of a table
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Preparation:
         self._filter()
         total = self._count()
         items = self._item_vocabulary()
-        vocabularies = self._side_vocabularies()
+        vocabularies = self._feature_vocabularies()
         buckets = self._fill_buckets(vocabularies, total)
         ids = _in_parts(self.database.batches("SELECT user_id FROM users ORDER BY number", _BATCH))
         next(ids)
@@ -201,26 +201,26 @@ class _Preparation:
         if was != now:
             raise DataError(f"{path} has {column} as {was}, this source as {now}: they must be of one kind")
 
-    def _side_vocabularies(self) -> list[str]:
-        """Strings get a vocabulary, side-NAME.parquet, indices 1.. by falling count; integers stay as they are."""
+    def _feature_vocabularies(self) -> list[str]:
+        """Strings get a vocabulary, feature-NAME.parquet, indices 1.. by falling count; integers stay as they are."""
         coded = []
-        previous = {} if self.options.extend is None else {s.name: s for s in self._extended().info.sides}
+        previous = {} if self.options.extend is None else {s.name: s for s in self._extended().info.features}
         for name in self.log.features:
             column, kind = quote(FEATURE + name), self.log.columns[name]
             if name in previous:
-                self.writer.reserve(name, previous[name].cardinality)  # models have rows for them
+                self.writer.reserve(name, previous[name].rows)  # models have rows for them
                 if previous[name].vocabulary != (kind == "VARCHAR"):
                     was, now = ("text", "integers") if previous[name].vocabulary else ("integers", "text")
-                    raise DataError(f"side column {name} was {was} in {self.options.extend}, here it is {now}")
+                    raise DataError(f"feature column {name} was {was} in {self.options.extend}, here it is {now}")
             if kind != "VARCHAR":
-                rows = previous[name].cardinality if name in previous else 0
+                rows = previous[name].rows if name in previous else 0
                 self._check_dense(name, f"unnest({column})" if kind.endswith("[]") else column, rows)
                 continue
             counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
-            self._vocabulary("side_table_" + name, "value", counts, self._previous(f"side-{name}.parquet"))
-            query = f"SELECT value, index, count FROM {quote('side_table_' + name)} ORDER BY index"
+            self._vocabulary("feature_table_" + name, "value", counts, self._previous(f"feature-{name}.parquet"))
+            query = f"SELECT value, index, count FROM {quote('feature_table_' + name)} ORDER BY index"
             table = self.database.table(query)
-            self.writer.write_table(f"side-{name}.parquet", table)
+            self.writer.write_table(f"feature-{name}.parquet", table)
             self.writer.reserve(name, table.num_rows + 1)
             coded.append(name)
         return coded
@@ -238,8 +238,8 @@ class _Preparation:
             if rows:
                 cure = f"In {self.options.extend} it has {rows:,} rows: mend the log, or leave out rows with --where"
             raise DataError(
-                f"side column {name} has about {distinct:,} values up to {largest:,}: integers are rows of a table as "
-                f"they are, and this one would be almost empty. {cure}"
+                f"feature column {name} has about {distinct:,} values up to {largest:,}: integers are rows of a table "
+                f"as they are, and this one would be almost empty. {cure}"
             )
 
     def _fill_buckets(self, coded: list[str], total: int) -> BucketSort:
@@ -263,7 +263,7 @@ class _Preparation:
             columns.append(f"target AS {TARGET}")
         joins = f"{'LEFT ' * rare}JOIN items USING (item_id) JOIN users ON events.user_id = users.id"
         for name in self.log.features:
-            column, table = quote(FEATURE + name), quote("side_table_" + name)
+            column, table = quote(FEATURE + name), quote("feature_table_" + name)
             if name in coded:
                 columns.append(f"coalesce({table}.index, 0) AS {quote(name)}")
                 joins += f" LEFT JOIN {table} ON {column} = {table}.value"

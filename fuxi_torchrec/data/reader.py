@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fuxi_torchrec.data.dataset import ITEM, TARGET, TIME, USER, Dataset
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.filesystem import resolve
+from fuxi_torchrec.events.histories import Column, Histories, Ragged
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -21,31 +22,25 @@ logger = get_logger(__name__)
 CACHE_BYTES = 2**29
 
 
-@dataclass(frozen=True)
-class SideColumn:
-    """A side feature: one value per event, or, with offsets, a list per event."""
+@dataclass(frozen=True, eq=False)
+class Block(Histories):
+    """One row group: users in row order, their events one after another.
 
-    values: NDArray[np.int64]
-    offsets: NDArray[np.int64] | None = None
+    Attributes:
+        weights: of events as targets.
+        kept: what others computed from the block, as long as it is held.
+    """
 
-
-@dataclass(frozen=True)
-class Block:
-    """One row group: users in row order, their events one after another."""
-
-    offsets: NDArray[np.int64]
-    items: NDArray[np.int64]
-    times: NDArray[np.int64]
-    weights: NDArray[np.float32] | None
-    sides: dict[str, SideColumn]
-    kept: dict[Any, Any] = field(default_factory=dict)  # what others computed from the block, as long as it is held
+    weights: NDArray[np.float32] | None = None
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """Bytes held."""
-        sides = [array for side in self.sides.values() for array in (side.values, side.offsets)]
-        arrays = [self.offsets, self.items, self.times, self.weights, *sides]
-        return sum(array.nbytes for array in arrays if array is not None)
+        arrays = [self.offsets, self.items, self.times]
+        for column in self.features.values():
+            arrays += [column.values, column.bounds] if isinstance(column, Ragged) else [column]
+        return sum(array.nbytes for array in arrays) + (0 if self.weights is None else self.weights.nbytes)
 
 
 class Reader:
@@ -53,7 +48,7 @@ class Reader:
 
     Args:
         dataset: what to read.
-        sides: side features wanted; none by default.
+        features: names of those wanted; none by default.
         on_bad_rows: ``error``, or ``skip``: bad users count as users without events.
         cache_bytes: decoded blocks kept; a loader divides it among its worker processes.
     """
@@ -61,17 +56,22 @@ class Reader:
     def __init__(
         self,
         dataset: Dataset,
-        sides: Sequence[str] = (),
+        features: Sequence[str] = (),
         on_bad_rows: Literal["error", "skip"] = "error",
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        known = {side.name for side in dataset.info.sides}
-        missing = [name for name in sides if name not in known]
+        known = {feature.name for feature in dataset.info.features}
+        missing = [name for name in features if name not in known]
         if missing:
             raise DataError(
-                f"{dataset.path}: no side feature {', '.join(missing)}; there are {', '.join(sorted(known)) or 'none'}"
+                f"{dataset.path}: no feature {', '.join(missing)}; there are {', '.join(sorted(known)) or 'none'}"
             )
-        self.dataset, self.sides, self.on_bad_rows, self.cache_bytes = dataset, tuple(sides), on_bad_rows, cache_bytes
+        self.dataset, self.features, self.on_bad_rows, self.cache_bytes = (
+            dataset,
+            tuple(features),
+            on_bad_rows,
+            cache_bytes,
+        )
         self.bad_rows: dict[int, int] = {}  # by block
         self._files: dict[int, Any] = {}
         self._cache: OrderedDict[int, Block] = OrderedDict()
@@ -115,14 +115,14 @@ class Reader:
     def block_bytes(self) -> NDArray[np.int64]:
         """Bytes of each block in memory, from the files' metadata alone."""
         sizes = []
-        multiple = {side.name for side in self.dataset.info.sides if side.multiple}
+        multiple = {feature.name for feature in self.dataset.info.features if feature.multiple}
         for number, group in self.groups:
             metadata = self._file(number).metadata.row_group(group)
             columns = (metadata.column(n) for n in range(metadata.num_columns))
             values = {column.path_in_schema.split(".")[0]: column.num_values for column in columns}
             events = values.get(ITEM, 0)
             size = 8 * (metadata.num_rows + 1) + 16 * events + 4 * values.get(TARGET, 0)
-            size += sum(8 * (values.get(name, 0) + (events + 1) * (name in multiple)) for name in self.sides)
+            size += sum(8 * (values.get(name, 0) + (events + 1) * (name in multiple)) for name in self.features)
             sizes.append(size)
         return np.asarray(sizes, np.int64)
 
@@ -185,7 +185,7 @@ class Reader:
 
     def _read(self, number: int) -> Block:
         file, group = self.groups[number]
-        names = [ITEM, TIME, *([TARGET] if self.dataset.info.has_target else []), *self.sides]
+        names = [ITEM, TIME, *([TARGET] if self.dataset.info.has_target else []), *self.features]
         table = self._table(file, group, names)
         columns = {}
         for name in names:
@@ -194,16 +194,9 @@ class Reader:
         columns = self._without_bad_rows(columns, number)
         offsets = _offsets(columns[ITEM])
         weights = _values(columns[TARGET]).astype(np.float32) if TARGET in columns else None
-        sides = {}
-        for name in self.sides:
-            inner = columns[name].flatten()
-            multiple = pa.types.is_list(inner.type)
-            sides[name] = SideColumn(
-                (_values(inner) if multiple else inner.to_numpy(zero_copy_only=False)).astype(np.int64),
-                _offsets(inner) if multiple else None,
-            )
-        items = _values(columns[ITEM]).astype(np.int64)
-        return Block(offsets, items, _values(columns[TIME]).astype(np.int64), weights, sides)
+        features = {name: _feature(columns[name].flatten()) for name in self.features}
+        items, times = _values(columns[ITEM]).astype(np.int64), _values(columns[TIME]).astype(np.int64)
+        return Block(offsets, items, times, features, weights)
 
     def _without_bad_rows(self, columns: dict[str, pa.Array], number: int) -> dict[str, pa.Array]:
         """Check every user; a bad one is an error, or is emptied."""
@@ -221,10 +214,10 @@ class Reader:
         least, largest = int(self.dataset.info.log.rare_items == "drop"), self.dataset.info.items
         outside = _any_in_row(columns[ITEM], lambda v: (v < least) | (v > largest))
         reasons[f"an item is not in {least} .. {largest}"] = outside
-        for side in self.dataset.info.sides:
-            if side.name in columns:
-                outside = _outside(columns[side.name], side.cardinality)
-                reasons[f"{side.name} is not in 0 .. {side.cardinality - 1}"] = outside
+        for feature in self.dataset.info.features:
+            if feature.name in columns:
+                outside = _outside(columns[feature.name], feature.rows)
+                reasons[f"{feature.name} is not in 0 .. {feature.rows - 1}"] = outside
         bad = np.any(list(reasons.values()), axis=0)
         if not bad.any():
             return columns
@@ -249,6 +242,14 @@ def _offsets(column: pa.Array) -> NDArray[np.int64]:
 
 def _values(column: pa.Array) -> NDArray[Any]:
     values: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=False)
+    return values
+
+
+def _feature(events: pa.Array) -> Column:
+    """Values of a feature: one of each event, or a list of each."""
+    if pa.types.is_list(events.type):
+        return Ragged(_values(events).astype(np.int64), _offsets(events))
+    values: NDArray[np.int64] = events.to_numpy(zero_copy_only=False).astype(np.int64)
     return values
 
 
@@ -286,7 +287,7 @@ def _any_in_row(column: pa.Array, test: Any) -> NDArray[np.bool_]:
 
 
 def _outside(column: pa.Array, below: int) -> NDArray[np.bool_]:
-    """Rows with a value of a side feature that its table has no row for."""
+    """Rows with a value of a feature that its table has no row for."""
     values, rows = column.flatten(), _rows(column)
     if pa.types.is_list(values.type):
         values, rows = values.flatten(), rows[_rows(values)]

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fuxi_torchrec.data.batches import BatchMaker, Ints, ranges
+from fuxi_torchrec.data.batches import BatchMaker
 from fuxi_torchrec.data.reader import Block
 from fuxi_torchrec.data.splits import Bounds, LeaveOneOut, Part
+from fuxi_torchrec.events.histories import Ints, ranges
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ def _bounds(maker: BatchMaker, items: bool) -> Iterator[tuple[Ints, Bounds, Bloc
 def _counts(block: Block, train_end: Ints, size: int) -> Ints:
     """(2, size) training events of each item, and those that are targets: not a user's first, and of some weight."""
     first = block.offsets[:-1]
-    index = ranges(first, first + train_end)
-    later = ranges(first + np.minimum(train_end, 1), first + train_end)
+    index = ranges(first, train_end)
+    later = ranges(first + np.minimum(train_end, 1), np.maximum(train_end - 1, 0))
     if block.weights is not None:
         later = later[block.weights[later] > 0]
     return np.stack([np.bincount(block.items[some], minlength=size) for some in (index, later)])

@@ -26,10 +26,10 @@ from fuxi_torchrec.data.dataset import (
     VERSION,
     DatasetInfo,
     FileInfo,
-    SideInfo,
     histogram,
 )
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.filesystem import exists, is_local, resolve, write_bytes
 from fuxi_torchrec.events.log import LogSpec
 
@@ -113,9 +113,9 @@ class DatasetWriter:
         filesystem, inside = resolve(self.place)
         filesystem.create_dir(inside, recursive=True)
 
-    def reserve(self, side: str, cardinality: int) -> None:
-        """A side feature may have at least so many values, whether they occur or not; before anything is written."""
-        self._cardinality[side] = max(self._cardinality.get(side, 0), cardinality)
+    def reserve(self, feature: str, rows: int) -> None:
+        """A feature may have at least so many values, whether they occur or not; before anything is written."""
+        self._cardinality[feature] = max(self._cardinality.get(feature, 0), rows)
 
     def write(self, events: pa.Table) -> None:
         """Add whole users: a table of events, sorted by user and time."""
@@ -184,7 +184,7 @@ class DatasetWriter:
         self._close_file()
         if not self._files or self._schema is None:
             raise DataError(f"nothing to write to {self.output}: no events are left after filtering")
-        sides = [name for name in self._schema.names if name not in (USER, ITEM, TIME, TARGET)]
+        features = [name for name in self._schema.names if name not in (USER, ITEM, TIME, TARGET)]
         lengths = np.concatenate(self._lengths)
         info = DatasetInfo(
             version=VERSION,
@@ -195,14 +195,14 @@ class DatasetWriter:
             first_time=min(first for first, _ in self._times),
             last_time=max(last for _, last in self._times),
             has_target=TARGET in self._schema.names,
-            sides=tuple(
-                SideInfo(
+            features=tuple(
+                Feature(
                     name,
                     pa.types.is_list(self._schema.field(name).type.value_type),
                     self._cardinality.get(name, 0),
                     name in vocabularies,
                 )
-                for name in sides
+                for name in features
             ),
             files=tuple(self._files),
             length_histogram=histogram(lengths),

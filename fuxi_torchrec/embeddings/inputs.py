@@ -12,8 +12,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from fuxi_torchrec.data.batches import EventBatch, SideFeature
+from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE
+from fuxi_torchrec.events.histories import Column, Ragged
 from fuxi_torchrec.tasks.base import Targets
 
 Ints = NDArray[np.int64]
@@ -30,15 +31,15 @@ class ModelInput(Pipelineable):
 
     Attributes:
         items: the U distinct items, one bag each; then empty bags, up to the largest U of all ranks.
-        sides: one bag per event and side feature, or None.
+        features: one bag per event and feature, or None.
         input_rows: (T,) rows of the input events.
         targets: what the task compares, its items by their rows.
         timestamps, request_timestamps, offsets: as in EventBatch; offsets stay on the host.
-        loss_scale: multiplies the summed loss, so that gradients averaged over processes are those of the global mean.
+        loss_scale: multiplies the summed loss, so that gradients averaged over ranks are those of the global mean.
     """
 
     items: KeyedJaggedTensor
-    sides: KeyedJaggedTensor | None
+    features: KeyedJaggedTensor | None
     input_rows: Tensor
     targets: Targets
     timestamps: Tensor
@@ -68,22 +69,22 @@ class ModelInput(Pipelineable):
 _MOVED = (Tensor, KeyedJaggedTensor, Targets)
 
 
-def make_input(batch: EventBatch, targets: Targets, table_rows: int, sides: Sequence[str] = ()) -> ModelInput:
+def make_input(batch: EventBatch, targets: Targets, table_rows: int, features: Sequence[str] = ()) -> ModelInput:
     """A batch as one rank sees it, before the ranks have exchanged their sizes.
 
     Args:
         batch: the events.
         targets: what the task asks for, its items by their ids.
         table_rows: of the item table.
-        sides: side features, in the order of the tables.
+        features: their names, in the order of the tables.
     """
     parts = [batch.items, *targets.items.values()]
     unique, rows = deduplicate(np.concatenate([part.numpy().reshape(-1) for part in parts]), table_rows)
     found = torch.from_numpy(rows).split([part.numel() for part in parts])
     looked_up = {name: r.view(ids.shape) for (name, ids), r in zip(targets.items.items(), found[1:], strict=True)}
     return ModelInput(
-        items=bags([ITEM_FEATURE], [SideFeature(torch.from_numpy(unique))]),
-        sides=bags(list(sides), [batch.sides[name] for name in sides]) if sides else None,
+        items=bags([ITEM_FEATURE], [unique]),
+        features=bags(list(features), [batch.features[name] for name in features]) if features else None,
         input_rows=found[0],
         targets=replace(targets, items=looked_up),
         timestamps=batch.timestamps,
@@ -128,7 +129,7 @@ def fitted(inputs: Sequence[ModelInput], everyone: Tensor, pad: bool) -> list[Mo
         replace(
             each,
             items=padded(each.items, items) if pad else each.items,
-            sides=padded(each.sides, events) if pad and each.sides is not None else each.sides,
+            features=padded(each.features, events) if pad and each.features is not None else each.features,
             loss_scale=scale,
         )
         for each, (items, events) in zip(inputs, largest, strict=True)
@@ -147,10 +148,13 @@ def gathered(mine: Tensor) -> Tensor:
     return torch.stack(everyone)
 
 
-def bags(keys: list[str], features: Sequence[SideFeature]) -> KeyedJaggedTensor:
+def bags(keys: list[str], columns: Sequence[Column]) -> KeyedJaggedTensor:
     """One bag per event and key."""
-    lengths = [torch.ones(len(f.values), dtype=torch.int64) if f.lengths is None else f.lengths for f in features]
-    return KeyedJaggedTensor(keys, torch.cat([f.values for f in features]), lengths=torch.cat(lengths))
+    values = [column.values if isinstance(column, Ragged) else column for column in columns]
+    lengths = [np.diff(c.bounds) if isinstance(c, Ragged) else np.ones(len(c), np.int64) for c in columns]
+    return KeyedJaggedTensor(
+        keys, torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(np.concatenate(lengths))
+    )
 
 
 def padded(given: KeyedJaggedTensor, count: int) -> KeyedJaggedTensor:

@@ -4,7 +4,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fuxi_torchrec.data.batches import SideFeature
 from fuxi_torchrec.embeddings.inputs import bags, padded
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE
 
@@ -31,6 +30,6 @@ def item_rows(items: nn.Module, ids: Tensor, dim: int, device: torch.device) -> 
     size = rows_at_once(dist.get_world_size())
     for begin in range(0, int(most), size):
         part = ids[begin : begin + size]
-        wanted = padded(bags([ITEM_FEATURE], [SideFeature(part)]), min(size, int(most) - begin))
+        wanted = padded(bags([ITEM_FEATURE], [part.numpy()]), min(size, int(most) - begin))
         rows[begin : begin + len(part)] = items(wanted.to(device)).values()[: len(part)]
     return rows

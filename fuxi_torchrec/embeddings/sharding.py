@@ -68,8 +68,8 @@ def check_shardable(tables: Tables, optimizer: OptimizerConfig, world_size: int)
 
 def _key(table: Table) -> str:
     """The config key that decides a table's sharding."""
-    side = table.name.removeprefix("side_")
-    return "tables.sharding" if side == table.name else f"tables.sides.{side}.sharding"
+    feature = table.name.removeprefix("feature_")
+    return "tables.sharding" if feature == table.name else f"features.event.{feature}.sharding"
 
 
 def make_plan(
@@ -138,7 +138,7 @@ def planned(plan: ShardingPlan, tables: Tables) -> Tables:
     def resolved(table: Table) -> Table:
         return dataclasses.replace(table, sharding=cast(Sharding, chosen[table.name]))
 
-    return Tables(resolved(tables.items), tuple(map(resolved, tables.sides)))
+    return Tables(resolved(tables.items), tuple(map(resolved, tables.features)))
 
 
 def _leaves_ranks_empty(rows: int, world_size: int) -> bool:

@@ -1,4 +1,4 @@
-"""The two collections of tables: items, and side features of events."""
+"""The two collections of tables: items, and features of events."""
 
 import re
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from fuxi_torchrec.config import Sharding, TablesConfig
+from fuxi_torchrec.config import Config, Sharding
 from fuxi_torchrec.data.dataset import DatasetInfo
 from fuxi_torchrec.events.errors import DataError
 
@@ -23,8 +23,8 @@ def table_of(name: str) -> str | None:
     Example:
         >>> table_of("model.items.embedding_bags.item_table.weight"), table_of("model.head.encoder.positions")
         ('item_table', None)
-        >>> table_of("model.sides.embedding_bags.side_event-type.weight")
-        'side_event-type'
+        >>> table_of("model.features.embedding_bags.feature_event-type.weight")
+        'feature_event-type'
     """
     found = _TABLE.search(name)
     return found[1] if found else None
@@ -55,12 +55,12 @@ class Tables:
     """All tables of a run."""
 
     items: Table
-    sides: tuple[Table, ...]
+    features: tuple[Table, ...]
 
     @property
     def all(self) -> tuple[Table, ...]:
         """The item table first."""
-        return (self.items, *self.sides)
+        return (self.items, *self.features)
 
     @property
     def needs_equal_bags(self) -> bool:
@@ -69,21 +69,22 @@ class Tables:
         return any(table.sharding == "row_wise" for table in self.all)
 
 
-def tables_for(config: TablesConfig, dim: int, info: DatasetInfo) -> Tables:
+def tables_for(config: Config, info: DatasetInfo) -> Tables:
     """The tables that a dataset needs."""
-    cardinality = {side.name: side.cardinality for side in info.sides}
-    missing = [name for name in config.sides if name not in cardinality]
+    rows = {feature.name: feature.rows for feature in info.features}
+    wanted, dim = config.features.event, config.model.dim
+    missing = [name for name in wanted if name not in rows]
     if missing:
-        there = ", ".join(sorted(cardinality)) or "none"
-        raise DataError(f"tables.sides: the dataset has no side feature {', '.join(missing)}; there are {there}")
-    dotted = [name for name in config.sides if "." in name]
+        there = ", ".join(sorted(rows)) or "none"
+        raise DataError(f"features.event: the dataset has no feature {', '.join(missing)}; there are {there}")
+    dotted = [name for name in wanted if "." in name]
     if dotted:
-        raise DataError(f"tables.sides: {', '.join(dotted)}: a name with a dot in it cannot be that of a table")
+        raise DataError(f"features.event: {', '.join(dotted)}: a name with a dot in it cannot be that of a table")
     return Tables(
-        Table(ITEM_TABLE, ITEM_FEATURE, info.items + 1, dim, config.sharding),
+        Table(ITEM_TABLE, ITEM_FEATURE, info.items + 1, dim, config.tables.sharding),
         tuple(
-            Table(f"side_{name}", name, max(1, cardinality[name]), dim, side.sharding, side.pooling)
-            for name, side in config.sides.items()
+            Table(f"feature_{name}", name, max(1, rows[name]), dim, feature.sharding, feature.pooling)
+            for name, feature in wanted.items()
         ),
     )
 

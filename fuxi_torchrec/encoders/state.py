@@ -28,13 +28,13 @@ class States(Protocol):
     """
 
     @property
-    def fingerprint(self) -> int: ...  # noqa: D102
+    def fingerprint(self) -> int: ...
     @property
-    def count(self) -> Tensor: ...  # noqa: D102
+    def count(self) -> Tensor: ...
     @property
-    def last_time(self) -> Tensor: ...  # noqa: D102
+    def last_time(self) -> Tensor: ...
     @property
-    def nbytes(self) -> int: ...  # noqa: D102
+    def nbytes(self) -> int: ...
 
     def __len__(self) -> int: ...
 

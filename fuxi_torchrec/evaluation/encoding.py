@@ -58,8 +58,8 @@ class UserEncoder:
     @torch.no_grad()
     def states(self, batch: EventBatch) -> States:
         """The users of a batch after their events: a collective."""
-        sides = [table.feature for table in self.tables.sides]
-        given = make_input(batch, Targets.none(), self.tables.items.rows, sides)
+        features = [table.feature for table in self.tables.features]
+        given = make_input(batch, Targets.none(), self.tables.items.rows, features)
         (ready,) = agree([given], self.tables.needs_equal_bags)
         ready = ready.to(self.model.device)
         encoder, rows = self.module.encoder, self.module.event_rows(ready)

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fuxi_torchrec.config import Config, Sharding
+from fuxi_torchrec.config import Config, FeaturesConfig, Sharding
 from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
-from fuxi_torchrec.data.reader import Block, Reader, SideColumn
+from fuxi_torchrec.data.reader import Block, Reader
 from fuxi_torchrec.data.splits import Part
 from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks, share_from_rank_0
@@ -24,6 +24,7 @@ from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.histories import Ragged
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint.info import CheckpointError, Info, find_checkpoint
@@ -168,35 +169,38 @@ def _open_dataset(config: Config, info: Info, data: str | None, allow_other_data
 def _tables(config: Config, info: Info, checkpoint: Path, found: DatasetInfo, world_size: int) -> tuple[Tables, Config]:
     """The checkpoint's tables, row-wise where there are rows enough; and the configuration that says so."""
     rows = {plain_name(name): size for name, size in table_rows(checkpoint).items()}
-    sides = tuple(
-        dataclasses.replace(side, cardinality=rows.get(f"side_{side.name}", side.cardinality)) for side in found.sides
+    features = tuple(
+        dataclasses.replace(feature, rows=rows.get(f"feature_{feature.name}", feature.rows))
+        for feature in found.features
     )
-    about = dataclasses.replace(found, items=info.identity.items, sides=sides)
+    about = dataclasses.replace(found, items=info.identity.items, features=features)
     # nothing is trained: the kernel without moments, whatever the run's optimizer
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, kind="adamw"))
 
-    def sharded(item: Sharding, side: Sharding) -> Config:
-        chosen = {name: dataclasses.replace(each, sharding=side) for name, each in config.tables.sides.items()}
-        return dataclasses.replace(config, tables=dataclasses.replace(config.tables, sharding=item, sides=chosen))
+    def sharded(item: Sharding, feature: Sharding) -> Config:
+        chosen = {name: dataclasses.replace(each, sharding=feature) for name, each in config.features.event.items()}
+        return dataclasses.replace(
+            config, tables=dataclasses.replace(config.tables, sharding=item), features=FeaturesConfig(chosen)
+        )
 
     ways: list[tuple[Sharding, Sharding]] = [("row_wise", "row_wise"), ("row_wise", "data_parallel")]
     for way in ways:
         attempt = sharded(*way)
-        tables = tables_for(attempt.tables, config.model.dim, about)
+        tables = tables_for(attempt, about)
         try:
             check_shardable(tables, attempt.optimizer, world_size)
             return tables, attempt
         except ShardingError:
             continue
     attempt = sharded("data_parallel", "data_parallel")  # fewer rows than processes
-    return tables_for(attempt.tables, config.model.dim, about), attempt
+    return tables_for(attempt, about), attempt
 
 
 def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary, tables: Tables) -> tuple[Reader, int]:
     """The dataset in the run's indices, and how many of its items the run's vocabulary lacks."""
-    sides = [table.feature for table in tables.sides]
+    features = [table.feature for table in tables.features]
     if dataset.info.fingerprint == info.identity.dataset:
-        return Reader(dataset, sides, config.data.on_bad_rows), 0
+        return Reader(dataset, features, config.data.on_bad_rows), 0
     own = dataset.vocabulary()
     if pa.types.is_integer(own.ids.type) != pa.types.is_integer(vocabulary.ids.type):
         raise DataError(
@@ -210,13 +214,13 @@ def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary
         unknown,
         len(own),
     )
-    sizes = {table.feature: table.rows for table in tables.sides}
-    maps = {name: _side_map(config, info, dataset, name, sizes[name]) for name in sides}
-    return RemappedReader(dataset, sides, config.data.on_bad_rows, index, maps), unknown
+    sizes = {table.feature: table.rows for table in tables.features}
+    maps = {name: _feature_map(config, info, dataset, name, sizes[name]) for name in features}
+    return RemappedReader(dataset, features, config.data.on_bad_rows, index, maps), unknown
 
 
 def own_dataset(config: Config, info: Info, dataset: Dataset, name: str) -> Dataset:
-    """The dataset whose values of a side feature are a run's indices: its own, also where another one is used."""
+    """The dataset whose values of a feature are a run's indices: its own, also where another one is used."""
     if dataset.info.fingerprint == info.identity.dataset:
         return dataset
     try:
@@ -225,19 +229,19 @@ def own_dataset(config: Config, info: Info, dataset: Dataset, name: str) -> Data
             raise DataError(f"its fingerprint is {own.info.fingerprint}, the run's is {info.identity.dataset}")
     except DataError as error:
         raise DataError(
-            f"{dataset.path}: values of the side feature {name} are matched through those of the run's own dataset, "
+            f"{dataset.path}: values of the feature {name} are matched through those of the run's own dataset, "
             f"data.path = {config.data.path}: {error}. Put it back there"
         ) from None
     return own
 
 
-def _side_map(config: Config, info: Info, dataset: Dataset, name: str, rows: int) -> Ints:
-    """The run's value of each value of a side feature, 0 for what it does not know."""
-    (side,) = (side for side in dataset.info.sides if side.name == name)
-    if not side.vocabulary:
-        values = np.arange(side.cardinality)
+def _feature_map(config: Config, info: Info, dataset: Dataset, name: str, rows: int) -> Ints:
+    """The run's value of each value of a feature, 0 for what it does not know."""
+    (feature,) = (feature for feature in dataset.info.features if feature.name == name)
+    if not feature.vocabulary:
+        values = np.arange(feature.rows)
         return np.where(values < rows, values, 0)
-    theirs, ours = (each.side_values(name) for each in (own_dataset(config, info, dataset, name), dataset))
+    theirs, ours = (each.feature_values(name) for each in (own_dataset(config, info, dataset, name), dataset))
     found = pc.fill_null(pc.add(pc.index_in(ours, value_set=theirs), 1), 0)
     return np.concatenate([[0], found.to_numpy(zero_copy_only=False)]).astype(np.int64)
 
@@ -247,18 +251,21 @@ class RemappedReader(Reader):
 
     Args:
         index: (items + 1,) the run's index of each item of the dataset.
-        sides_index: of each side feature, the run's value of each value.
+        features_index: of each feature, the run's value of each value.
     """
 
     def __init__(
-        self, dataset: Dataset, sides: list[str], on_bad_rows: str, index: Ints, sides_index: dict[str, Ints]
+        self, dataset: Dataset, features: list[str], on_bad_rows: str, index: Ints, features_index: dict[str, Ints]
     ) -> None:
-        super().__init__(dataset, sides, "skip" if on_bad_rows == "skip" else "error")
-        self._index, self._sides_index = index, sides_index
+        super().__init__(dataset, features, "skip" if on_bad_rows == "skip" else "error")
+        self._index, self._features_index = index, features_index
 
     def _read(self, number: int) -> Block:
         block = super()._read(number)
-        sides = {
-            name: SideColumn(self._sides_index[name][side.values], side.offsets) for name, side in block.sides.items()
+        features = {
+            name: Ragged(self._features_index[name][column.values], column.bounds)
+            if isinstance(column, Ragged)
+            else self._features_index[name][column]
+            for name, column in block.features.items()
         }
-        return dataclasses.replace(block, items=self._index[block.items], sides=sides)
+        return dataclasses.replace(block, items=self._index[block.items], features=features)

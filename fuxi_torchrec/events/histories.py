@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 
 Ints = NDArray[np.int64]
 ITEM, TIME = "item", "timestamp"
@@ -68,9 +68,9 @@ def stack(columns: Sequence[Column]) -> Column:
     return np.concatenate([column for column in columns if not isinstance(column, Ragged)])
 
 
-def no_values(side: SideTable, events: int) -> Column:
-    """A side feature that nobody gave: 0, or no values."""
-    if side.multiple:
+def no_values(feature: Feature, events: int) -> Column:
+    """A feature that nobody gave: 0, or no values."""
+    if feature.multiple:
         return Ragged(np.zeros(0, np.int64), np.zeros(events + 1, np.int64))
     return np.zeros(events, np.int64)
 
@@ -83,19 +83,21 @@ class Histories:
         offsets: (B + 1,) where each user begins.
         items: (T,) dense indices.
         times: (T,).
-        sides: of each side feature, a value per event or a list of values per event.
+        features: of each feature, a value per event or a list of values per event.
     """
 
     offsets: Ints
     items: Ints
     times: Ints
-    sides: dict[str, Column] = field(default_factory=dict)
+    features: dict[str, Column] = field(default_factory=dict)
 
     @staticmethod
-    def empty(users: int, sides: Sequence[SideTable]) -> "Histories":
+    def empty(users: int, features: Sequence[Feature]) -> "Histories":
         """Users without events."""
         none = np.zeros(0, np.int64)
-        return Histories(np.zeros(users + 1, np.int64), none, none, {side.name: no_values(side, 0) for side in sides})
+        return Histories(
+            np.zeros(users + 1, np.int64), none, none, {feature.name: no_values(feature, 0) for feature in features}
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -106,8 +108,8 @@ class Histories:
         return np.diff(self.offsets)
 
     def _take(self, at: Ints, lengths: Ints) -> "Histories":
-        sides = {name: take(column, at) for name, column in self.sides.items()}
-        return Histories(bounds_of(lengths), self.items[at], self.times[at], sides)
+        features = {name: take(column, at) for name, column in self.features.items()}
+        return Histories(bounds_of(lengths), self.items[at], self.times[at], features)
 
     def select(self, users: Ints) -> "Histories":
         """Of some users, in the order wanted."""
@@ -131,7 +133,7 @@ class Histories:
             bounds_of(np.concatenate([each.lengths for each in histories])),
             np.concatenate([each.items for each in histories]),
             np.concatenate([each.times for each in histories]),
-            {name: stack([each.sides[name] for each in histories]) for name in histories[0].sides},
+            {name: stack([each.features[name] for each in histories]) for name in histories[0].features},
         )
 
     def join(self, later: "Histories") -> "Histories":
@@ -139,16 +141,16 @@ class Histories:
         both, users = Histories.stack((self, later)), np.arange(len(self))
         order = np.stack((users, users + len(self)), axis=1).reshape(-1)
         mixed = both.select(order)
-        return Histories(mixed.offsets[::2], mixed.items, mixed.times, mixed.sides)
+        return Histories(mixed.offsets[::2], mixed.items, mixed.times, mixed.features)
 
     # --- files -------------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def from_arrow(table: pa.Table, sides: Sequence[SideTable], where: str) -> "Histories":
+    def from_arrow(table: pa.Table, features: Sequence[Feature], where: str) -> "Histories":
         """Of list columns, a row per user; ``where`` is for messages."""
         items, lengths = _flat(table[ITEM])
         times, _ = _flat(table[TIME])
-        columns = {side.name: _side_column(table[side.name], side) for side in sides}
+        columns = {feature.name: _feature_column(table[feature.name], feature) for feature in features}
         if any(len(column) != len(items) for column in (times, *columns.values())):
             raise DataError(f"{where}: lists of one user differ in length: the file is damaged, export again")
         return Histories(bounds_of(lengths), items, times, columns)
@@ -158,7 +160,7 @@ class Histories:
         offsets = pa.array(self.offsets, pa.int32() if self.offsets[-1] < 2**31 else pa.int64())
         make = pa.ListArray if offsets.type == pa.int32() else pa.LargeListArray
         columns = {ITEM: pa.array(self.items), TIME: pa.array(self.times)}
-        for name, column in self.sides.items():
+        for name, column in self.features.items():
             if isinstance(column, Ragged):
                 columns[name] = pa.ListArray.from_arrays(pa.array(column.bounds, pa.int32()), pa.array(column.values))
             else:
@@ -171,16 +173,16 @@ def _flat(lists: pa.ChunkedArray) -> tuple[Ints, Ints]:
     return values, pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
 
 
-def _side_column(lists: pa.ChunkedArray, side: SideTable) -> Column:
-    if not side.multiple:
+def _feature_column(lists: pa.ChunkedArray, feature: Feature) -> Column:
+    if not feature.multiple:
         return _flat(lists)[0]
     values, lengths = _flat(pc.list_flatten(lists))
     return Ragged(values, bounds_of(lengths))
 
 
-def of_events(users: int, user: Ints, items: Ints, times: Ints, sides: dict[str, Any] | None = None) -> Histories:
+def of_events(users: int, user: Ints, items: Ints, times: Ints, features: dict[str, Any] | None = None) -> Histories:
     """Of events sorted by user."""
-    return Histories(bounds_of(np.bincount(user, minlength=users)), items, times, sides or {})
+    return Histories(bounds_of(np.bincount(user, minlength=users)), items, times, features or {})
 
 
 def covered(stored: Histories, events: Histories) -> NDArray[np.bool_]:

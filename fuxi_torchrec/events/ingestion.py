@@ -131,7 +131,7 @@ class Ingestion:
             return f"CAST(coalesce({column}, 0) AS BIGINT)"
         if kind == "BIGINT[]":
             return f"coalesce(list_filter(CAST({column} AS BIGINT[]), lambda x: x IS NOT NULL), [])"
-        raise DataError(f"side column {name} is {kind}: integers, lists of integers or strings can be used")
+        raise DataError(f"feature column {name} is {kind}: integers, lists of integers or strings can be used")
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
@@ -202,4 +202,4 @@ class Ingestion:
             kind, column = self.spec.columns[name], quote(FEATURE + name)
             value = f"list_min({column})" if kind.endswith("[]") else column
             if kind != "VARCHAR" and self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
-                raise DataError(f"side column {name} has negative values: they must be 0 or more")
+                raise DataError(f"feature column {name} has negative values: they must be 0 or more")

@@ -59,7 +59,7 @@ def _parquet(files: Sequence[str], rows_per_file: int) -> str:
 
 # columns that a reader adds to the log's own
 FILE, ROW = "__source_file", "__source_row"
-# columns of a dataset that no side feature can be named like
+# columns of a dataset that no feature can be named like
 RESERVED = ("user_id", "item", "timestamp", "target")
 
 
@@ -140,7 +140,7 @@ def events(
     item_column: str,
     time_column: str,
     time_unit: TimeUnit,
-    side_columns: Sequence[str] = (),
+    event_features: Sequence[str] = (),
     target_expression: str | None = None,
     where: str | None = None,
     min_user_events: int = 1,
@@ -148,21 +148,21 @@ def events(
     rare_items: Literal["drop", "unknown"] = "drop",
 ) -> Source:
     """CSV or Parquet logs with named columns."""
-    for name in side_columns:
+    for name in event_features:
         if not name or "." in name or "/" in name:
             raise DataError(
-                f"side column {name!r}: a name with a dot or a slash cannot be that of a table: rename the column"
+                f"feature column {name!r}: a name with a dot or a slash cannot be that of a table: rename the column"
             )
-        if name in RESERVED or list(side_columns).count(name) > 1:
+        if name in RESERVED or list(event_features).count(name) > 1:
             raise DataError(
-                f"side column {name} is named twice, or like one of the dataset's own: {', '.join(RESERVED)}"
+                f"feature column {name} is named twice, or like one of the dataset's own: {', '.join(RESERVED)}"
             )
     log = LogSpec(
         *(quote(user_column), quote(item_column), quote(time_column)),
         time_unit,
         where=where,
         target=target_expression,
-        features=tuple(side_columns),
+        features=tuple(event_features),
         min_user_events=min_user_events,
         min_item_events=min_item_events,
         rare_items=rare_items,

@@ -1,4 +1,4 @@
-"""Raw item ids, and values of side features, and dense indices, both ways."""
+"""Raw item ids, and values of features, and dense indices, both ways."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -2,12 +2,12 @@
 
 manifest.json                written last: a directory without it is not an export
 encoder.safetensors          the encoder's parameters, by their names in its class
-tables.safetensors           item_table (items + 1, D), and side_NAME of each side feature: raw rows
-sides/NAME.parquet           value, index: what text values of a side feature stand for; none if they are numbers
+tables.safetensors           item_table (items + 1, D), and feature_NAME of each feature: raw rows
+features/NAME.parquet        value, index: what text values of a feature stand for; none if they are numbers
 other-items.parquet          item_id: items of the dataset that the model does not know; index 0 in histories
 items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
 users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
-histories/part-00000.parquet user_id, item, timestamp, side features: the encoded events, row by row as in users/
+histories/part-00000.parquet user_id, item, timestamp, features: the encoded events, row by row as in users/
 states/part-00000.bin        states of users with long histories; users/ has the row. None if states grow
 index.faiss                  FAISS index over items/, ids are dense indices
 programs/query.pt2, append.pt2   torch.export programs. None if states grow
@@ -28,14 +28,14 @@ from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.encoders.norms import unit_length
 from fuxi_torchrec.encoders.registry import config_from, make_encoder
 from fuxi_torchrec.errors import FuxiError
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
 
 VERSION = 2
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
 ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
-SIDES, OTHER_ITEMS = "sides", "other-items.parquet"
+FEATURES, OTHER_ITEMS = "features", "other-items.parquet"
 ITEM_TABLE = "item_table"
 
 
@@ -68,7 +68,7 @@ class Manifest:
         state_bytes: of a state record, its checksum included; 0 where an encoder's states grow: none are stored.
         items, users, states: how many.
         item_id_type, user_id_type: ``int64`` or ``string``.
-        sides: side features.
+        features: of events that the model reads.
         index: kind and measured recall of the FAISS index.
         dataset: fingerprint of the data it was made from.
         run: step and name of the checkpoint it was made from.
@@ -93,7 +93,7 @@ class Manifest:
     item_id_type: str
     user_id_type: str
     log: LogSpec
-    sides: tuple[SideTable, ...] = ()
+    features: tuple[Feature, ...] = ()
     index: dict[str, Any] = field(default_factory=dict)
     dataset: str = ""
     run: dict[str, Any] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class Manifest:
                     f"{path}: export of version {plain['version']}, this software reads version {VERSION}: export again"
                 )
             plain["log"] = LogSpec.from_dict(plain["log"])
-            plain["sides"] = tuple(SideTable(**side) for side in plain["sides"])
+            plain["features"] = tuple(Feature(**feature) for feature in plain["features"])
             plain["files"] = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
             return Manifest(**plain)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -171,16 +171,19 @@ class Bundle:
         return encoder.eval().requires_grad_(False)
 
     def tables(self) -> dict[str, Tensor]:
-        """Raw rows of the item table and of side features."""
+        """Raw rows of the item table and of features."""
         return load_file(self.path / TABLES)
 
-    def side_rows(self) -> dict[str, int]:
-        """How many rows the table of each side feature has."""
-        if not self.manifest.sides:
+    def feature_rows(self) -> dict[str, int]:
+        """How many rows the table of each feature has."""
+        if not self.manifest.features:
             return {}
         check_file(self.path / TABLES, self.manifest.files[TABLES], contents=True)
         with safe_open(self.path / TABLES, "pt") as file:
-            return {side.name: file.get_slice(f"side_{side.name}").get_shape()[0] for side in self.manifest.sides}
+            return {
+                feature.name: file.get_slice(f"feature_{feature.name}").get_shape()[0]
+                for feature in self.manifest.features
+            }
 
 
 def check_file(path: Path, entry: FileEntry, contents: bool) -> None:

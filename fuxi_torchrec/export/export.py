@@ -20,12 +20,12 @@ from fuxi_torchrec.events.filesystem import read_bytes
 from fuxi_torchrec.events.times import NAMES, PER_SECOND, YEAR, parse_time, show_time
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
+    FEATURES,
     HISTORIES,
     INDEX,
     ITEMS,
     MANIFEST,
     PROGRAMS,
-    SIDES,
     STATES,
     USERS,
     ExportError,
@@ -144,7 +144,7 @@ class _Exporter(ExportJob):
         weights = model_id(self)
         items = write_items(self)
         run_on_rank_0(self.world, "writing other items", lambda: write_other_items(self))
-        self._side_values()
+        self._feature_values()
         users, states = export_users(self, weights)
         index = self._index(items)
         if self.options.programs:
@@ -166,7 +166,7 @@ class _Exporter(ExportJob):
             item_id_type=id_type(self.run.vocabulary.ids.type),
             user_id_type=id_type(self.run.maker.reader.ids_of(np.zeros(0, np.int64)).type),
             log=info.log,
-            sides=self.sides,
+            features=self.features,
             index=index,
             dataset=info.fingerprint,
             run={
@@ -182,20 +182,22 @@ class _Exporter(ExportJob):
                 write_manifest(self.directory, manifest)
         return manifest
 
-    def _side_values(self) -> None:
-        """What text values of side features stand for in the run's tables, so that new events can be understood."""
-        run, used = self.run, {side.name for side in self.sides}
+    def _feature_values(self) -> None:
+        """What text values of features stand for in the run's tables, so that new events can be understood."""
+        run, used = self.run, {feature.name for feature in self.features}
 
         def work() -> None:
-            for name in (side.name for side in run.dataset.info.sides if side.vocabulary and side.name in used):
+            for name in (
+                feature.name for feature in run.dataset.info.features if feature.vocabulary and feature.name in used
+            ):
                 dataset = own_dataset(run.config, run.info, run.dataset, name)
-                (self.directory / SIDES).mkdir(exist_ok=True)
-                path = self.directory / SIDES / f"{name}.parquet"
-                path.write_bytes(read_bytes(dataset.file(f"side-{name}.parquet")))
+                (self.directory / FEATURES).mkdir(exist_ok=True)
+                path = self.directory / FEATURES / f"{name}.parquet"
+                path.write_bytes(read_bytes(dataset.file(f"feature-{name}.parquet")))
                 sync(path)
-                self.own_files.append(f"{SIDES}/{name}.parquet")
+                self.own_files.append(f"{FEATURES}/{name}.parquet")
 
-        run_on_rank_0(self.world, "writing side features", work)
+        run_on_rank_0(self.world, "writing features", work)
 
     def _index(self, items: int) -> dict[str, Any]:
         """FAISS's indices and what they find, from the files of all processes."""

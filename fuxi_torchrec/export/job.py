@@ -1,5 +1,6 @@
 """What the parts of an export share: the run, the place, the options, the files written so far."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -7,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec.evaluation.loading import Loaded
-from fuxi_torchrec.events.features import SideTable
 from fuxi_torchrec.export.bundle import FileEntry
 from fuxi_torchrec.export.options import ExportOptions
 
@@ -25,7 +25,7 @@ class ExportJob:
         own_files: what this process wrote, by name.
         read_files: those of them that were read back already.
         record_bytes: of a user's state; 0 where none are stored.
-        sides: side features of events, in the model's order.
+        features: of events, in the model's order.
     """
 
     def __init__(self, run: Loaded, directory: Path, options: ExportOptions, as_of: int) -> None:
@@ -34,13 +34,10 @@ class ExportJob:
         self.own_files: list[str] = []
         self.read_files: dict[str, FileEntry] = {}
         self.record_bytes = run.encoder.state_bytes
-        pooling = {table.feature: table.pooling for table in run.tables.sides}
-        self.sides = tuple(
-            SideTable(side.name, side.multiple, pooling[side.name])
-            for name in pooling
-            for side in run.dataset.info.sides
-            if side.name == name
-        )
+        pooling = {table.feature: table.pooling for table in run.tables.features}
+        about = {feature.name: feature for feature in run.dataset.info.features}
+        rows = {table.feature: table.rows for table in run.tables.features}
+        self.features = tuple(replace(about[name], rows=rows[name], pooling=pooling[name]) for name in pooling)
 
     @property
     def first(self) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Histories, Ints
 from fuxi_torchrec.export.bundle import ExportError
 
@@ -96,18 +96,18 @@ def write_users(path: Path, users: Users) -> None:
     sync(path)
 
 
-def read_histories(path: Path, users: pa.Array, sides: Sequence[SideTable]) -> Histories:
+def read_histories(path: Path, users: pa.Array, features: Sequence[Feature]) -> Histories:
     """A part of histories/; its rows must be those of ``users``."""
-    table = read_table(path, [USER, "item", "timestamp", *(side.name for side in sides)])
+    table = read_table(path, [USER, "item", "timestamp", *(feature.name for feature in features)])
     if not combined(table[USER]).equals(users):
         raise ExportError(f"{path}: rows are not those of users/: the export is damaged, export again")
-    return histories_of(table, sides, str(path))
+    return histories_of(table, features, str(path))
 
 
-def histories_of(table: pa.Table, sides: Sequence[SideTable], where: str) -> Histories:
+def histories_of(table: pa.Table, features: Sequence[Feature], where: str) -> Histories:
     """Rows of histories/ as one; ``where`` is for messages."""
     try:
-        return Histories.from_arrow(table, sides, where)
+        return Histories.from_arrow(table, features, where)
     except DataError as error:
         raise ExportError(str(error)) from None
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.distributed import raise_on_all_ranks
-from fuxi_torchrec.events.features import SideTable
-from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.events.histories import Histories, Ints
 from fuxi_torchrec.export.bundle import HISTORIES, STATES, USERS, ExportError, scaled
 from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
 from fuxi_torchrec.export.parts import Users, part_name, write_histories, write_users
@@ -116,8 +115,8 @@ class _Part:
             kept = np.flatnonzero(users.events >= self.job.options.state_min_events)
             users.state_row[kept] = self.file.append(state.select(torch.from_numpy(kept)).to_bytes())
         self._users.append(users)
-        sides = {side.name: _column(batch, side) for side in self.job.sides}
-        self._histories.append(Histories(offsets, batch.items.numpy(), times, sides))
+        features = {feature.name: batch.features[feature.name] for feature in self.job.features}
+        self._histories.append(Histories(offsets, batch.items.numpy(), times, features))
 
     def finish(self) -> None:
         """Write the files."""
@@ -146,9 +145,3 @@ def _parts(batches: Sequence[Ints], encoded: Ints, rows: Ints) -> list[int]:
         users, events = users + len(batch), events + size
         found.append(part)
     return found
-
-
-def _column(batch: EventBatch, side: SideTable) -> Column:
-    feature = batch.sides[side.name]
-    values = feature.values.numpy()
-    return values if feature.lengths is None else Ragged(values, bounds_of(feature.lengths.numpy()))

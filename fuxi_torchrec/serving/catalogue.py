@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import INDEX, ITEMS, OTHER_ITEMS, SIDES, Bundle, ExportError
+from fuxi_torchrec.export.bundle import FEATURES, INDEX, ITEMS, OTHER_ITEMS, Bundle, ExportError
 from fuxi_torchrec.export.parts import combined, read_table
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.options import Search
@@ -69,14 +69,14 @@ class Vocabulary:
         return [self._of_raw.get(item, missing) for item in raw]
 
 
-def side_values(bundle: Bundle) -> dict[str, dict[str, int]]:
-    """Of side features with text values: value to index. Values that are not there are 0."""
+def feature_values(bundle: Bundle) -> dict[str, dict[str, int]]:
+    """Of features with text values: value to index. Values that are not there are 0."""
     found = {}
-    for side in bundle.manifest.sides:
-        name = f"{SIDES}/{side.name}.parquet"
+    for feature in bundle.manifest.features:
+        name = f"{FEATURES}/{feature.name}.parquet"
         if name in bundle.manifest.files:
             table = read_table(bundle.path / name, ["value", "index"])
-            found[side.name] = dict(zip(table["value"].to_pylist(), table["index"].to_pylist(), strict=True))
+            found[feature.name] = dict(zip(table["value"].to_pylist(), table["index"].to_pylist(), strict=True))
     return found
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from fuxi_torchrec.encoders.state import EncoderState, States
 from fuxi_torchrec.events.batching import batch_ends
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
 
@@ -23,25 +23,28 @@ class UserModel:
     def __init__(self, bundle: Bundle) -> None:
         self.manifest, self.encoder = bundle.manifest, bundle.encoder()
         tables = bundle.tables()
-        self.items, self.sides = tables[ITEM_TABLE], {s.name: tables[f"side_{s.name}"] for s in self.manifest.sides}
+        self.items, self.features = (
+            tables[ITEM_TABLE],
+            {s.name: tables[f"feature_{s.name}"] for s in self.manifest.features},
+        )
         self.like = self.encoder.init_state(0)
 
     def rows(self, histories: Histories) -> Tensor:
-        """(T, D) rows of events: the item's, and its side features'."""
+        """(T, D) rows of events: the item's, and its features'."""
         rows = _lookup(self.items, histories.items, "items")
-        for side in self.manifest.sides:
-            rows = rows + self._side_rows(side, histories.sides[side.name])
+        for feature in self.manifest.features:
+            rows = rows + self._feature_rows(feature, histories.features[feature.name])
         return rows
 
-    def _side_rows(self, side: SideTable, column: Column) -> Tensor:
-        table = self.sides[side.name]
+    def _feature_rows(self, feature: Feature, column: Column) -> Tensor:
+        table = self.features[feature.name]
         if not isinstance(column, Ragged):
-            return _lookup(table, column, side.name)
-        values = _lookup(table, column.values, side.name)
+            return _lookup(table, column, feature.name)
+        values = _lookup(table, column.values, feature.name)
         lengths = torch.from_numpy(np.diff(column.bounds))
         event = torch.repeat_interleave(torch.arange(len(column)), lengths)
         pooled = values.new_zeros(len(column), table.shape[1]).index_add_(0, event, values)
-        return pooled / lengths.clamp(min=1).unsqueeze(1) if side.pooling == "mean" else pooled
+        return pooled / lengths.clamp(min=1).unsqueeze(1) if feature.pooling == "mean" else pooled
 
     @torch.inference_mode()
     def append(self, state: States, new: Histories) -> States:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fuxi_torchrec.encoders.state import States
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.encoding import UserModel, batches
 from fuxi_torchrec.serving.requests import Event, UserId
@@ -62,8 +62,8 @@ class LiveUsers:
     Args:
         model: encodes.
         stored: the export's users.
-        sides: the side features of an event.
-        side_values: index of every text, for side features of text.
+        features: the features of an event.
+        feature_values: index of every text, for features of text.
         cache_bytes: of states kept in memory, at least one.
     """
 
@@ -71,8 +71,8 @@ class LiveUsers:
         self,
         model: UserModel,
         stored: StoredUsers,
-        sides: Sequence[SideTable],
-        side_values: dict[str, dict[str, int]],
+        features: Sequence[Feature],
+        feature_values: dict[str, dict[str, int]],
         cache_bytes: int,
     ) -> None:
         self.lock = threading.Lock()
@@ -80,7 +80,7 @@ class LiveUsers:
         self.recent: dict[UserId, _Recent] = {}
         self.recent_events = 0
         self.forgotten: dict[UserId, int] = {}  # user to how often
-        self._model, self._sides, self._side_values = model, sides, side_values
+        self._model, self._features, self._feature_values = model, features, feature_values
         self._cache: OrderedDict[UserId, _Cached] = OrderedDict()
         self._held = 0  # bytes of the states in it
 
@@ -244,11 +244,13 @@ class LiveUsers:
     def history(self, items: Sequence[int], events: Sequence[Event], lengths: Sequence[int]) -> Histories:
         """Events, user after user, as the model takes them."""
         times = np.array([event.timestamp for event in events], np.int64)
-        sides = {
-            side.name: _side_column(side, events, self._side_values.get(side.name), len(self._model.sides[side.name]))
-            for side in self._sides
+        features = {
+            feature.name: _feature_column(
+                feature, events, self._feature_values.get(feature.name), len(self._model.features[feature.name])
+            )
+            for feature in self._features
         }
-        return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, sides)
+        return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, features)
 
     def seen(self, snapshot: Snapshot) -> Ints:
         """Dense indices of everything in a user's history."""
@@ -257,16 +259,16 @@ class LiveUsers:
         return np.concatenate((stored, np.array(recent, np.int64)))
 
 
-def _side_column(side: SideTable, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:
-    """Values of a side feature; 0 for what the export does not know, as events of an earlier export's log may have."""
-    values = [(event.sides or {}).get(side.name) for event in events]
+def _feature_column(feature: Feature, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:
+    """Values of a feature; 0 for what the export does not know, as events of an earlier export's log may have."""
+    values = [(event.features or {}).get(feature.name) for event in events]
     if known is not None:
         return np.array([known.get(value, 0) if isinstance(value, str) else 0 for value in values], np.int64)
 
     def index(value: Any) -> int:
         return value if isinstance(value, int) and 0 <= value < rows else 0
 
-    if not side.multiple:
+    if not feature.multiple:
         return np.array([index(value) for value in values], np.int64)
     lists = [value if isinstance(value, list | tuple) else [] if value is None else [value] for value in values]
     return Ragged(

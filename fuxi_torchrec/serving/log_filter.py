@@ -56,7 +56,7 @@ class LogFilter:
                 if given[name] is not None and not self._fits(given[name], kind):
                     raise ValueError(f"event {n}: column {name!r} must be {kind}, not {given[name]!r}")
             for name in self._features:
-                if name not in (event.sides or {}):
+                if name not in (event.features or {}):
                     raise ValueError(f"event {n}: feature {name!r} is missing: {self._reason()}")
 
     def _reason(self) -> str:
@@ -91,7 +91,7 @@ class LogFilter:
     def _value(self, event: Event, name: str) -> str | None:
         if name in self._own:
             return _text(getattr(event, self._own[name]))
-        return _text(((event.sides if name in self._features else event.columns) or {}).get(name))
+        return _text(((event.features if name in self._features else event.columns) or {}).get(name))
 
 
 def _is_column(expression: str, names: Sequence[str]) -> bool:

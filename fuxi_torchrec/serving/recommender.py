@@ -12,7 +12,7 @@ from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
-from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, side_values
+from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, feature_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
@@ -24,10 +24,10 @@ from fuxi_torchrec.serving.requests import (
     Appended,
     Checks,
     Event,
+    Features,
     FullError,
     ItemId,
     Request,
-    Sides,
     UserId,
     make_events,
     plain,
@@ -56,12 +56,12 @@ class Recommender:
         self.bundle, self.manifest = bundle, bundle.manifest
         self._model = UserModel(bundle)
         self._catalogue = Catalogue(bundle, options.search)
-        texts = side_values(bundle)
-        self._rows = {name: len(table) for name, table in self._model.sides.items() if name not in texts}
+        texts = feature_values(bundle)
+        self._rows = {name: len(table) for name, table in self._model.features.items() if name not in texts}
         self._checks = Checks(self.manifest, self._rows)
         self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         stored = StoredUsers(bundle, self._model)
-        self.users = LiveUsers(self._model, stored, self.manifest.sides, texts, options.cache_mib << 20)
+        self.users = LiveUsers(self._model, stored, self.manifest.features, texts, options.cache_mib << 20)
         self.max_recent_events = options.max_recent_events
         self._log = log
         if content is not None:
@@ -179,7 +179,7 @@ class Recommender:
         time: int,
         k: int = 10,
         exclude_seen: bool = False,
-        sides: Sequence[Sides] | None = None,
+        features: Sequence[Features] | None = None,
         columns: Sequence[dict[str, Any]] | None = None,
     ) -> Answer:
         """The best items after a history that nobody stores: an anonymous session.
@@ -190,10 +190,10 @@ class Recommender:
             items: raw ids; unknown ones count as "an item I do not know", unless the dataset leaves rare items out.
             timestamps: rising, in the export's unit.
             time: of the request.
-            sides: side features, a dictionary per event.
+            features: features, a dictionary per event.
             columns: what the condition of the dataset's log reads, a dictionary per event; without it all events count.
         """
-        events = make_events(None, items, timestamps, sides, columns)
+        events = make_events(None, items, timestamps, features, columns)
         return self.answer_history(events, Request("", time, k, exclude_seen), select=columns is not None)
 
     def answer_history(self, events: Sequence[Event], request: Request, select: bool = False) -> Answer:
@@ -258,7 +258,7 @@ class Recommender:
         user_ids: Sequence[UserId],
         items: Sequence[ItemId],
         timestamps: Sequence[int],
-        sides: Sequence[Sides] | None = None,
+        features: Sequence[Features] | None = None,
         columns: Sequence[dict[str, Any]] | None = None,
     ) -> Appended:
         """Add events, in this order; they are on disk when this returns.
@@ -268,10 +268,10 @@ class Recommender:
         condition leaves out. An ExportError when there are ``max_recent_events``: an export that has them is needed.
 
         Args:
-            sides: side features, a dictionary per event.
+            features: features, a dictionary per event.
             columns: what the condition of the dataset's log reads beside them, a dictionary per event.
         """
-        return self.append_events([make_events(user_ids, items, timestamps, sides, columns)])[0]
+        return self.append_events([make_events(user_ids, items, timestamps, features, columns)])[0]
 
     def select(self, events: Sequence[Event]) -> list[Event]:
         """Events that the condition of the dataset's log keeps; a ValueError if it cannot be told of one."""
@@ -348,8 +348,8 @@ class Recommender:
         """States of users, every event so far included."""
         return self.users.states(self.users.snapshots(list(user_ids)))
 
-    def side_rows(self, name: str) -> int | None:
-        """How many values a side feature of numbers has; None for one of text."""
+    def feature_rows(self, name: str) -> int | None:
+        """How many values a feature of numbers has; None for one of text."""
         return self._rows.get(name)
 
     def info(self) -> dict[str, Any]:

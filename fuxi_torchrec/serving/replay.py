@@ -64,4 +64,4 @@ def replay(content: LogContent, manifest: Manifest, items: Vocabulary, users: Li
 def packed(event: Event) -> list[Any]:
     """An event as the log has it."""
     plain = [event.user_id, event.item_id, int(event.timestamp)]
-    return [*plain, event.sides] if event.sides else plain
+    return [*plain, event.features] if event.features else plain

@@ -11,7 +11,7 @@ from fuxi_torchrec.export.bundle import ExportError, Manifest
 
 UserId = int | str
 ItemId = int | str
-Sides = dict[str, Any]
+Features = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Event:
     """One event, with raw ids.
 
     Attributes:
-        sides: for models that have them, side features: text as in the data, or indices.
+        features: for models that have them, features: text as in the data, or indices.
         columns: other columns of the log that its condition reads.
     """
 
     user_id: UserId
     item_id: ItemId
     timestamp: int
-    sides: Sides | None = None
+    features: Features | None = None
     columns: dict[str, Any] | None = None
 
 
@@ -101,12 +101,12 @@ class Checks:
 
     Args:
         manifest: of the export.
-        rows: how many values each side feature of numbers has; features of text are not in it.
+        rows: how many values each feature of numbers has; features of text are not in it.
     """
 
     def __init__(self, manifest: Manifest, rows: dict[str, int]) -> None:
         self.manifest, self.rows = manifest, rows
-        self._sides = {side.name: side for side in manifest.sides}
+        self._features = {feature.name: feature for feature in manifest.features}
 
     def request(self, request: Request) -> None:
         """A user, a time and a number of items."""
@@ -121,8 +121,8 @@ class Checks:
                 self.user(event.user_id, f"user id {n}")
             _check_id(event.item_id, self.manifest.item_id_type, f"item id {n}")
             self.time(event.timestamp, f"timestamp {n}", check_event_time)
-            for name, value in (event.sides or {}).items():
-                self._side(n, name, value)
+            for name, value in (event.features or {}).items():
+                self._feature(n, name, value)
             if anonymous and n and event.timestamp < events[n - 1].timestamp:
                 raise ValueError(
                     f"timestamps must not fall: timestamps[{n}] = {event.timestamp} after {events[n - 1].timestamp}"
@@ -143,19 +143,19 @@ class Checks:
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k must be a positive integer, not {k!r}")
 
-    def _side(self, n: int, name: str, value: Any) -> None:
-        side = self._sides.get(name)
-        if side is None:
-            there = ", ".join(self._sides) or "none"
-            raise ValueError(f"event {n}: no side feature {name!r}; there are {there}")
+    def _feature(self, n: int, name: str, value: Any) -> None:
+        feature = self._features.get(name)
+        if feature is None:
+            there = ", ".join(self._features) or "none"
+            raise ValueError(f"event {n}: no feature {name!r}; there are {there}")
         rows = self.rows.get(name)
         if rows is None:
             if not isinstance(value, str):
-                raise ValueError(f"event {n}: side feature {name} must be text, as in the data, not {value!r}")
+                raise ValueError(f"event {n}: feature {name} must be text, as in the data, not {value!r}")
             return
-        values = value if side.multiple and isinstance(value, list | tuple) else [value]
+        values = value if feature.multiple and isinstance(value, list | tuple) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < rows for v in values):
-            raise ValueError(f"event {n}: side feature {name} must be 0 to {rows - 1}, not {value!r}")
+            raise ValueError(f"event {n}: feature {name} must be 0 to {rows - 1}, not {value!r}")
 
 
 def plain(values: Any) -> list[Any]:
@@ -169,18 +169,18 @@ def make_events(
     user_ids: Sequence[UserId] | None,
     items: Sequence[ItemId],
     timestamps: Sequence[int],
-    sides: Sequence[Sides] | None,
+    features: Sequence[Features] | None,
     columns: Sequence[dict[str, Any]] | None,
 ) -> list[Event]:
     """Events of their columns, a ValueError if these differ in length; without users they are anonymous."""
-    given = {"users": user_ids, "items": items, "timestamps": timestamps, "sides": sides, "columns": columns}
+    given = {"users": user_ids, "items": items, "timestamps": timestamps, "features": features, "columns": columns}
     there = {what: plain(each) for what, each in given.items() if each is not None}
     if len({len(each) for each in there.values()}) > 1:
         said = ", ".join(f"{len(each)} {what}" for what, each in there.items())
         raise ValueError(f"{said}: there must be one of each for every event")
     count = len(there["items"])
     missing: list[Any] = [None] * count
-    there = {"users": [""] * count, "sides": missing, "columns": missing} | there
+    there = {"users": [""] * count, "features": missing, "columns": missing} | there
     return [Event(*each) for each in zip(*(there[what] for what in given), strict=True)]
 
 

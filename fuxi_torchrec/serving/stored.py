@@ -97,7 +97,7 @@ class StoredUsers:
     def histories(self, rows: Ints) -> Histories:
         """Encoded events of users."""
         each = [self._history(int(row)) for row in rows]
-        return Histories.stack([Histories.empty(0, self.manifest.sides), *each])
+        return Histories.stack([Histories.empty(0, self.manifest.features), *each])
 
     def items(self, row: int) -> Ints:
         """Dense indices of a user's events."""
@@ -105,7 +105,7 @@ class StoredUsers:
 
     def _history(self, row: int) -> Histories:
         if not self.events[row]:
-            return Histories.empty(1, self.manifest.sides)
+            return Histories.empty(1, self.manifest.features)
         part = int(np.searchsorted(self._first, row, side="right")) - 1
         inside = row - int(self._first[part])
         file = self._histories[part]
@@ -127,7 +127,7 @@ class _HistoryFile:
     """A part of histories/, a row group at a time."""
 
     def __init__(self, bundle: Bundle, number: int) -> None:
-        self.path, self._sides = bundle.path / part_name(HISTORIES, number), bundle.manifest.sides
+        self.path, self._features = bundle.path / part_name(HISTORIES, number), bundle.manifest.features
         self._lock = threading.Lock()
         try:
             self._file = pq.ParquetFile(self.path, memory_map=True)
@@ -142,10 +142,10 @@ class _HistoryFile:
 
     def read(self, group: int) -> Histories:
         """All users of a row group."""
-        columns = [USER, "item", "timestamp", *(side.name for side in self._sides)]
+        columns = [USER, "item", "timestamp", *(feature.name for feature in self._features)]
         try:
             with self._lock:
                 table = self._file.read_row_group(group, columns=columns)
         except (OSError, pa.ArrowInvalid) as error:
             raise ExportError(f"{self.path}: cannot be read, the file is damaged: {error}") from None
-        return histories_of(table, self._sides, str(self.path))
+        return histories_of(table, self._features, str(self.path))

@@ -19,7 +19,8 @@ def test_the_keys_are_frozen():
         "model": "kind dim num_layers num_heads max_positions temporal_periods kernel_dim ffn_dim dropout preset "
         "use_retention use_positional use_temporal temporal_phases temporal_mix temporal_half_life "
         "learn_temporal_decay activation_checkpointing retention_chunk positional_chunk temporal_chunk",
-        "tables": "init_std sharding sides",
+        "tables": "init_std sharding",
+        "features": "event",
         "task": "kind",
         "loss": "negatives num_negatives similarity temperature weighting",
         "optimizer": "kind lr table_lr scalar_lr betas eps weight_decay clip_norm warmup_steps "
@@ -49,9 +50,9 @@ def test_the_command_reports_bad_settings(capsys):
 
 
 @pytest.mark.parametrize("written", ["{action: }", "{action: null, tags: {pooling: mean}}", "{action: {}}"])
-def test_a_side_feature_without_settings_has_the_defaults(written):
-    sides = config.load_config(overrides=[f"tables.sides={written}"]).tables.sides
-    assert sides["action"] == config.SideConfig()
+def test_a_feature_feature_without_settings_has_the_defaults(written):
+    features = config.load_config(overrides=[f"features.event={written}"]).features.event
+    assert features["action"] == config.FeatureConfig()
 
 
 FLOATS = "optimizer.lr optimizer.weight_decay loss.temperature validation.every_epochs distributed.timeout_seconds"

@@ -45,9 +45,9 @@ class StepMaker:
         return Step([self._input(position, batch) for batch in batches], [batch.users for batch in batches], end)
 
     def _input(self, position: Position, batch: EventBatch) -> ModelInput:
-        sides = [table.feature for table in self.tables.sides]
+        features = [table.feature for table in self.tables.features]
         targets = self.targets(position.epoch, position.step, batch)
-        return make_input(batch, targets, self.tables.items.rows, sides)
+        return make_input(batch, targets, self.tables.items.rows, features)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.tasks.base import Task
 from fuxi_torchrec.tasks.registry import make_task
 
-# rows by side feature: divided tables come in an order of their own
-SideRows = dict[str, Tensor]
+# rows by feature: divided tables come in an order of their own
+FeatureRows = dict[str, Tensor]
 
 
 class SequenceModel(nn.Module):
@@ -23,22 +23,22 @@ class SequenceModel(nn.Module):
     def __init__(self, config: Config, tables: Tables) -> None:
         super().__init__()
         self.items = collection((tables.items,))
-        self.sides = collection(tables.sides) if tables.sides else None
-        self.head = Head(config, tables.sides)
+        self.features = collection(tables.features) if tables.features else None
+        self.head = Head(config, tables.features)
 
     def forward(self, batch: ModelInput) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss to differentiate, and the task's report: weighted sums over positions."""
-        item_rows, side_rows = self._lookup(batch)
-        return self.head(item_rows, side_rows, batch)
+        item_rows, feature_rows = self._lookup(batch)
+        return self.head(item_rows, feature_rows, batch)
 
     def event_rows(self, batch: ModelInput) -> Tensor:
         """(T, D) rows of the events as the encoder takes them."""
-        item_rows, side_rows = self._lookup(batch)
-        return self.head.event_rows(item_rows, side_rows, batch)
+        item_rows, feature_rows = self._lookup(batch)
+        return self.head.event_rows(item_rows, feature_rows, batch)
 
-    def _lookup(self, batch: ModelInput) -> tuple[Tensor, SideRows | None]:
-        side_rows = None if self.sides is None else self.sides(batch.sides).to_dict()
-        return self.items(batch.items).values(), side_rows
+    def _lookup(self, batch: ModelInput) -> tuple[Tensor, FeatureRows | None]:
+        feature_rows = None if self.features is None else self.features(batch.features).to_dict()
+        return self.items(batch.items).values(), feature_rows
 
     @property
     def encoder(self) -> SequenceEncoder:
@@ -54,32 +54,32 @@ class SequenceModel(nn.Module):
 class Head(nn.Module):
     """Everything after the lookup: looked-up rows to the task's report."""
 
-    def __init__(self, config: Config, sides: tuple[Table, ...]) -> None:
+    def __init__(self, config: Config, features: tuple[Table, ...]) -> None:
         super().__init__()
         self.encoder = make_encoder(config.model)
         self.task = make_task(config.task, config.loss)
-        self.pooling = {table.feature: table.pooling for table in sides}
+        self.pooling = {table.feature: table.pooling for table in features}
         self.autocast = config.train.precision == "bfloat16"
 
     def forward(
-        self, item_rows: Tensor, side_rows: SideRows | None, batch: ModelInput
+        self, item_rows: Tensor, feature_rows: FeatureRows | None, batch: ModelInput
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """See :class:`SequenceModel`."""
-        outputs_TD = self.encode(self.event_rows(item_rows, side_rows, batch), batch)
+        outputs_TD = self.encode(self.event_rows(item_rows, feature_rows, batch), batch)
         report = self.task(outputs_TD.index_select(0, batch.targets.positions), item_rows, batch.targets)
         return report["loss"] * batch.loss_scale, {name: value.detach() for name, value in report.items()}
 
-    def event_rows(self, item_rows: Tensor, side_rows: SideRows | None, batch: ModelInput) -> Tensor:
-        """(T, D) the item's row plus those of the side features."""
+    def event_rows(self, item_rows: Tensor, feature_rows: FeatureRows | None, batch: ModelInput) -> Tensor:
+        """(T, D) the item's row plus those of the features."""
         rows_TD = item_rows.index_select(0, batch.input_rows)
-        if side_rows is None:
+        if feature_rows is None:
             return rows_TD
-        assert batch.sides is not None
+        assert batch.features is not None
         events = len(rows_TD)
-        lengths = batch.sides.lengths().view(len(self.pooling), -1)[:, :events]
+        lengths = batch.features.lengths().view(len(self.pooling), -1)[:, :events]
         for (name, pooling), lengths_T in zip(self.pooling.items(), lengths, strict=True):
-            side_TD = side_rows[name][:events]
-            rows_TD = rows_TD + (side_TD / lengths_T.clamp(min=1).unsqueeze(1) if pooling == "mean" else side_TD)
+            feature_TD = feature_rows[name][:events]
+            rows_TD = rows_TD + (feature_TD / lengths_T.clamp(min=1).unsqueeze(1) if pooling == "mean" else feature_TD)
         return rows_TD
 
     def encode(self, rows_TD: Tensor, batch: ModelInput) -> Tensor:

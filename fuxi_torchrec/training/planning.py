@@ -76,16 +76,16 @@ class Estimate:
         return self.total <= USABLE * cluster.memory
 
 
-def described_tables(config: Config, items: int, sides: dict[str, int]) -> Tables:
+def described_tables(config: Config, items: int, features: dict[str, int]) -> Tables:
     """Tables of a catalogue of which only the size is known.
 
     Args:
-        sides: rows of each side feature's table.
+        features: rows of each feature's table.
     """
     dim = config.model.dim
     found = tuple(
-        Table(f"side_{name}", name, sides.get(name, 1000), dim, side.sharding, side.pooling)
-        for name, side in config.tables.sides.items()
+        Table(f"feature_{name}", name, features.get(name, 1000), dim, feature.sharding, feature.pooling)
+        for name, feature in config.features.event.items()
     )
     return Tables(Table(ITEM_TABLE, ITEM_FEATURE, items + 1, dim, config.tables.sharding), found)
 
@@ -212,7 +212,7 @@ class Change:
     total: int
 
 
-def changes_that_fit(config: Config, items: int, sides: dict[str, int], cluster: Cluster) -> list[Change]:
+def changes_that_fit(config: Config, items: int, features: dict[str, int], cluster: Cluster) -> list[Change]:
     """Single changes under which the run fits, or pairs of them where no single one is enough."""
     found: dict[tuple[str, ...], int] = {}
     options = _options(config, cluster)
@@ -223,7 +223,7 @@ def changes_that_fit(config: Config, items: int, sides: dict[str, int], cluster:
         try:
             for name in names:
                 changed, machines = options[name](changed, machines)
-            tables = described_tables(changed, items, sides)
+            tables = described_tables(changed, items, features)
             result = estimate(changed, tables, machines)
             estimate(changed, tables, machines, cap=True)  # TorchRec's own opinion
         except ValueError:  # a combination that the configuration or the sharding refuses

@@ -54,10 +54,10 @@ def remarks(config: Config, info: DatasetInfo) -> list[str]:
             f"batch.max_length = {longest} and model.max_positions = {positions}: positions from {longest} on are not "
             "trained and stay random; set both equal"
         )
-    unused = [side.name for side in info.sides if side.name not in config.tables.sides]
+    unused = [feature.name for feature in info.features if feature.name not in config.features.event]
     if unused:
         names = ", ".join(unused)
-        found.append(f"the dataset has side features that the model does not read: {names}; name them in tables.sides")
+        found.append(f"the dataset has features that the model does not read: {names}; name them in features.event")
     return found
 
 
@@ -140,9 +140,9 @@ def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
             f"{dataset.path}: times are in {dataset.info.time_unit}, the config says data.time_unit = "
             f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
         )
-    tables = tables_for(config.tables, config.model.dim, dataset.info)
-    sides = [table.feature for table in tables.sides]
-    return dataset, tables, Reader(dataset, sides, config.data.on_bad_rows, config.data.cache_mib * 2**20)
+    tables = tables_for(config, dataset.info)
+    features = [table.feature for table in tables.features]
+    return dataset, tables, Reader(dataset, features, config.data.on_bad_rows, config.data.cache_mib * 2**20)
 
 
 def _read_items(directory: RunDirectory, dataset: Dataset) -> KnownItems:

@@ -37,7 +37,7 @@ def warm_start(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
     new: dict[str, int] = {}
     with raise_on_all_ranks(f"comparing {other} with this run"):
         _check(other, found, own, dataset, model.module.encoder.config)
-        _check_sides(other, found, dataset)
+        _check_features(other, found, dataset)
         new = _new_rows(other, path, model)
     checkpoints.load(path, model, None, grown=True)
     logger.info(
@@ -56,7 +56,7 @@ def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:
     found, saved = {}, table_rows(path)
     for name, value in state_of(model, None).items():
         if (table := table_of(name)) is not None and name not in saved:
-            raise TrainingError(f"--init-from {other}: it has no table {table}: tables.sides must be the same")
+            raise TrainingError(f"--init-from {other}: it has no table {table}: features.event must be the same")
         if name in saved:
             table = table_of(name) or name
             found[table] = value.size(0) - saved[name]
@@ -104,24 +104,28 @@ def _check(other: Path, found: Identity, own: Identity, dataset: Dataset, model:
         )
 
 
-def _check_sides(other: Path, found: Identity, dataset: Dataset) -> None:
-    """Texts of side features must have kept their rows, as far as the other run's dataset is there to tell."""
+def _check_features(other: Path, found: Identity, dataset: Dataset) -> None:
+    """Texts of features must have kept their rows, as far as the other run's dataset is there to tell."""
     config = RunDirectory(other).read_config()
-    names = [side.name for side in dataset.info.sides if side.vocabulary and side.name in config.tables.sides]
+    names = [
+        feature.name
+        for feature in dataset.info.features
+        if feature.vocabulary and feature.name in config.features.event
+    ]
     if not names or found.dataset == dataset.info.fingerprint:
         return
     try:
         theirs = Dataset.open(config.data.path)
         if theirs.info.fingerprint != found.dataset:
             raise DataError(f"{theirs.path} is not the run's dataset any more")
-        values = {name: theirs.side_values(name) for name in names}
+        values = {name: theirs.feature_values(name) for name in names}
     except DataError as error:
         logger.warning("--init-from %s: values of %s cannot be compared: %s", other, ", ".join(names), error)
         return
     for name, old in values.items():
-        ours = dataset.side_values(name)
+        ours = dataset.feature_values(name)
         if not ours[: len(old)].equals(old.cast(ours.type)):
             raise TrainingError(
-                f"--init-from {other}: values of the side feature {name} have other indices than in {theirs.path}: "
+                f"--init-from {other}: values of the feature {name} have other indices than in {theirs.path}: "
                 "prepare the dataset with --extend over that run's"
             )

@@ -31,7 +31,7 @@ class LogsConfig:
     time_unit: Literal["s", "ms", "us"] = _key("s", "of the log; the training config's data.time_unit is the same")
     first_day: str | None = _key(None, "earlier days are history and no days of their own; null: the first log")
     min_new_events: int = _key(1, "a training day that brings fewer events is broken; 0 does not count them")
-    arguments: tuple[str, ...] = _key((), "more for pipelines.prepare events, for example [--side-columns, action]")
+    arguments: tuple[str, ...] = _key((), "more for pipelines.prepare events, for example [--event-features, action]")
 
     def __post_init__(self) -> None:
         if self.path.count(DAY) != 1:

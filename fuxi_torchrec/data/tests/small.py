@@ -11,10 +11,10 @@ from fuxi_torchrec.data.writer import DatasetWriter
 from fuxi_torchrec.events.log import LogSpec
 
 
-def make_dataset(path, histories, items=None, block_users=3, side=None, texts=None):
+def make_dataset(path, histories, items=None, block_users=3, feature=None, texts=None):
     """A dataset of (items, times[, weights]) histories, ``block_users`` users to a row group.
 
-    With ``texts`` there is a side feature "action" of text, a, b, c or d by the item, whose vocabulary is these texts.
+    With ``texts`` there is a feature "action" of text, a, b, c or d by the item, whose vocabulary is these texts.
     """
     items = items or int(max((max(h[0]) for h in histories if len(h[0])), default=1))
     with DatasetWriter(path, LogSpec(), {"test": True}) as out:
@@ -28,12 +28,12 @@ def make_dataset(path, histories, items=None, block_users=3, side=None, texts=No
             }
             if len(histories[0]) > 2:
                 columns["target"] = np.concatenate([h[2] for h in part]).astype(np.float32)
-            if side == "single":
+            if feature == "single":
                 columns["action"] = columns["item"] % 4
             if texts:
                 columns["action"] = np.array([1 + texts.index("abcd"[i % 4]) for i in columns["item"]], np.int32)
             table = pa.table(columns)
-            if side == "multiple":
+            if feature == "multiple":
                 table = table.append_column(
                     "tags", pa.array([[i] * (i % 3) for i in columns["item"].tolist()], pa.list_(pa.int64()))
                 )
@@ -44,7 +44,7 @@ def make_dataset(path, histories, items=None, block_users=3, side=None, texts=No
         )
         if texts:
             known = pa.table({"value": texts, "index": pa.array(range(1, len(texts) + 1), pa.int32())})
-            out.write_table("side-action.parquet", known)
+            out.write_table("feature-action.parquet", known)
         out.finish(items, {}, frozenset({"action"} if texts else ()))
     return Dataset.open(path)
 

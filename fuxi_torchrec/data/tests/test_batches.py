@@ -187,19 +187,18 @@ def test_users_with_a_target_are_those_that_can_be_evaluated(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["single", "multiple"])
-def test_side_features_follow_their_events(tmp_path, kind):
+def test_features_follow_their_events(tmp_path, kind):
     histories = random_histories(1, 12, 20)
-    dataset = make_dataset(tmp_path / "set", histories, side=kind)
+    dataset = make_dataset(tmp_path / "set", histories, feature=kind)
     name = "action" if kind == "single" else "tags"
-    maker = BatchMaker(Reader(dataset, sides=[name]), LeaveOneOut(), everything_known(dataset))
+    maker = BatchMaker(Reader(dataset, features=[name]), LeaveOneOut(), everything_known(dataset))
     for batch in Loader(maker, Plan(max_length=8, batch_events=40)).epoch(Position()):
-        side = batch.sides[name]
+        feature = batch.features[name]
         if kind == "single":
-            assert side.lengths is None
-            assert side.values.tolist() == (batch.items % 4).tolist()
+            assert feature.tolist() == (batch.items % 4).tolist()
         else:
-            assert side.lengths.tolist() == (batch.items % 3).tolist()
-            assert side.values.tolist() == torch.repeat_interleave(batch.items, batch.items % 3).tolist()
+            assert np.diff(feature.bounds).tolist() == (batch.items % 3).tolist()
+            assert feature.values.tolist() == torch.repeat_interleave(batch.items, batch.items % 3).tolist()
 
 
 def test_empty_parts_are_legal_batches(dataset):
@@ -297,7 +296,7 @@ def test_workers_share_the_cache(dataset, monkeypatch):
 @pytest.mark.parametrize("max_length", [1, 5, 99])
 def test_histories_are_the_last_events_whatever_the_split(tmp_path, until, max_length):
     histories = random_histories(3, 20, 12)
-    reader = Reader(make_dataset(tmp_path / "set", histories, 50, side="single"), ["action"])
+    reader = Reader(make_dataset(tmp_path / "set", histories, 50, feature="single"), ["action"])
     known = np.arange(51) % 5 > 0
     batch, before = BatchMaker(reader, LeaveOneOut(), Items(known)).histories(np.arange(20), max_length, until)
     ids = reader.ids_of(batch.users.numpy()).to_pylist()
@@ -311,7 +310,7 @@ def test_histories_are_the_last_events_whatever_the_split(tmp_path, until, max_l
         own = slice(int(batch.offsets[n]), int(batch.offsets[n + 1]))
         assert batch.items[own].tolist() == [i if known[i] else 0 for i in items[-max_length:]]
         assert batch.timestamps[own].tolist() == times[-max_length:].tolist()
-        assert batch.sides["action"].values[own].tolist() == (items[-max_length:] % 4).tolist()
+        assert batch.features["action"][own].tolist() == (items[-max_length:] % 4).tolist()
         assert int(batch.request_timestamps[n]) == times[-1]
         assert before[n] == max(len(items) - max_length, 0)
     assert not batch.target_weights.any() and not batch.targets.any()

@@ -76,19 +76,19 @@ def test_files_named_like_patterns_are_read_once_each(tmp_path, kind):
     assert {user: len(rows) for user, rows in read(tmp_path / "set")[1].items()} == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
-def test_sides_targets_and_conditions(log, tmp_path):
-    source = events(log, side_columns=["action", "weight"], target_expression="weight * 0.5", where="action <> 'buy'")
+def test_features_targets_and_conditions(log, tmp_path):
+    source = events(log, event_features=["action", "weight"], target_expression="weight * 0.5", where="action <> 'buy'")
     info = prepare(source, tmp_path / "set")
     _, _, table = read(tmp_path / "set")
     rows = table.to_pylist()
     assert rows[1]["target"] == [0.0, 0.5]
     assert rows[1]["weight"] == [0, 1]
-    names = {r["index"]: r["value"] for r in pq.read_table(tmp_path / "set" / "side-action.parquet").to_pylist()}
+    names = {r["index"]: r["value"] for r in pq.read_table(tmp_path / "set" / "feature-action.parquet").to_pylist()}
     assert [names[i] for i in rows[1]["action"]] == ["view", "click"]
     assert info.has_target
-    sides = {side.name: side for side in info.sides}
-    assert (sides["action"].cardinality, sides["action"].vocabulary) == (3, True)
-    assert (sides["weight"].cardinality, sides["weight"].vocabulary) == (2, False)
+    features = {feature.name: feature for feature in info.features}
+    assert (features["action"].rows, features["action"].vocabulary) == (3, True)
+    assert (features["weight"].rows, features["weight"].vocabulary) == (2, False)
 
 
 def test_lists_of_values_per_event(tmp_path):
@@ -102,11 +102,11 @@ def test_lists_of_values_per_event(tmp_path):
         ),
         tmp_path / "log.parquet",
     )
-    info = prepare(events(tmp_path / "log.parquet", side_columns=["tags"]), tmp_path / "set")
+    info = prepare(events(tmp_path / "log.parquet", event_features=["tags"]), tmp_path / "set")
     _, _, rows = read(tmp_path / "set")
     assert rows["tags"].to_pylist() == [[[], [1, 2]]]
-    assert info.sides[0].multiple
-    assert info.sides[0].cardinality == 3
+    assert info.features[0].multiple
+    assert info.features[0].rows == 3
 
 
 def test_k_core_is_iterated(tmp_path):
@@ -132,7 +132,7 @@ def test_rare_items_stay_as_index_0_if_asked_for(tmp_path):
 
 
 def test_a_dataset_says_how_its_log_was_read(log, tmp_path):
-    source = events(log, side_columns=["action"], target_expression="weight * 2", where="action <> 'buy'")
+    source = events(log, event_features=["action"], target_expression="weight * 2", where="action <> 'buy'")
     prepare(source, tmp_path / "set", PrepareOptions(on_bad_rows="skip"))
     found = Dataset.open(tmp_path / "set").info.log
     assert (found.user, found.where, found.target) == ('"user"', "action <> 'buy'", "weight * 2")
@@ -161,28 +161,28 @@ def test_extending_keeps_every_index_and_appends_the_new(log, tmp_path):
         prepare(events(numbers), tmp_path / "x", PrepareOptions(extend=str(tmp_path / "old")))
 
 
-def test_extending_keeps_the_indices_of_side_features_too(tmp_path):
+def test_extending_keeps_the_indices_of_features_too(tmp_path):
     prepare(
-        events(write(tmp_path / "1.csv", ["1,a,5,click,1", "1,b,6,click,1", "1,a,7,buy,1"]), side_columns=["action"]),
+        events(write(tmp_path / "1.csv", ["1,a,5,click,1", "1,b,6,click,1", "1,a,7,buy,1"]), event_features=["action"]),
         tmp_path / "old",
     )
     more = write(tmp_path / "2.csv", ["1,a,8,buy,1", "1,a,9,aaa,1", "1,a,9,aaa,1", "1,a,9,aaa,1"])
-    prepare(events(more, side_columns=["action"]), tmp_path / "new", PrepareOptions(extend=str(tmp_path / "old")))
-    rows = pq.read_table(tmp_path / "new" / "side-action.parquet").to_pylist()
+    prepare(events(more, event_features=["action"]), tmp_path / "new", PrepareOptions(extend=str(tmp_path / "old")))
+    rows = pq.read_table(tmp_path / "new" / "feature-action.parquet").to_pylist()
     assert [(r["value"], r["index"]) for r in rows] == [("click", 1), ("buy", 2), ("aaa", 3)]
 
 
-def test_extending_lets_side_features_grow_but_not_beyond_reason_and_keeps_their_kind(tmp_path):
-    columns, header = {"side_columns": ["category"]}, "user,item,time,category"
+def test_extending_lets_features_grow_but_not_beyond_reason_and_keeps_their_kind(tmp_path):
+    columns, header = {"event_features": ["category"]}, "user,item,time,category"
     prepare(events(write(tmp_path / "one.csv", ["1,2,3,900000"], header), **columns), tmp_path / "one")
     options = PrepareOptions(extend=str(tmp_path / "one"))
     later = write(tmp_path / "two.csv", ["1,2,3,900000", "1,2,4,1000001"], header)
-    assert prepare(events(later, **columns), tmp_path / "two", options).sides[0].cardinality == 1_000_002
+    assert prepare(events(later, **columns), tmp_path / "two", options).features[0].rows == 1_000_002
     corrupt = write(tmp_path / "corrupt.csv", ["1,2,3,900000", f"1,2,4,{2**40}"], header)
     with pytest.raises(DataError, match=r"values up to 1,099,511,627,776: .* In .*one it has 900,001 rows: mend"):
         prepare(events(corrupt, **columns), tmp_path / "three", options)
     text = write(tmp_path / "three.csv", ["1,2,3,a"], header)
-    with pytest.raises(DataError, match=r"side column category was integers in .*one, here it is text"):
+    with pytest.raises(DataError, match=r"feature column category was integers in .*one, here it is text"):
         prepare(events(text, **columns), tmp_path / "three", options)
 
 
@@ -197,15 +197,15 @@ def test_columns_named_like_our_own_change_nothing(tmp_path):
     prepare(events(tmp_path / "log.parquet"), tmp_path / "parquet")
     for name in ("csv", "parquet"):
         assert [item for item, _ in read(tmp_path / name)[1][1]] == [0, 1, 2]
-    for sides in (["target"], ["n", "n"], ["item"]):
+    for features in (["target"], ["n", "n"], ["item"]):
         with pytest.raises(DataError, match="is named twice, or like one of the dataset's own"):
-            events(tmp_path / "log.csv", side_columns=sides)
+            events(tmp_path / "log.csv", event_features=features)
 
 
 def test_nulls_inside_lists_are_dropped(tmp_path):
     table = pa.table({"user": [1], "item": [5], "time": [2], "tags": pa.array([[1, None, 2]], pa.list_(pa.int64()))})
     pq.write_table(table, tmp_path / "log.parquet")
-    prepare(events(tmp_path / "log.parquet", side_columns=["tags"]), tmp_path / "set")
+    prepare(events(tmp_path / "log.parquet", event_features=["tags"]), tmp_path / "set")
     assert read(tmp_path / "set")[2]["tags"].to_pylist() == [[[1, 2]]]
 
 

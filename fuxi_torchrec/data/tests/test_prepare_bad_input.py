@@ -39,15 +39,15 @@ def test_missing_columns(tmp_path):
     path = write(tmp_path / "log.csv", ["1,2,3"], "who,item,time")
     assert "log.csv: no column user; the columns are who, item, time" in refused(tmp_path, "no column", path)
     good = write(tmp_path / "good.csv", ["1,2,3"], "user,item,time")
-    assert "no column colour" in refused(tmp_path, "no column", good, side_columns=["colour"])
+    assert "no column colour" in refused(tmp_path, "no column", good, event_features=["colour"])
 
 
-def test_side_columns_that_cannot_be_tables(tmp_path):
+def test_event_features_that_cannot_be_tables(tmp_path):
     path = write(tmp_path / "log.csv", ["1,2,3,900000000,7", "1,2,4,900000049,8"], "user,item,time,category,a.b")
-    message = refused(tmp_path, "side column category", path, side_columns=["category"])
+    message = refused(tmp_path, "feature column category", path, event_features=["category"])
     assert "about 2 values up to 900,000,049" in message and "Write them as text" in message
-    with pytest.raises(DataError, match=r"side column 'a\.b': a name with a dot or a slash"):
-        events(path, side_columns=["a.b"])
+    with pytest.raises(DataError, match=r"feature column 'a\.b': a name with a dot or a slash"):
+        events(path, event_features=["a.b"])
 
 
 def test_null_ids_and_times_are_named_or_skipped(tmp_path, caplog):
@@ -127,13 +127,16 @@ def test_mistakes_in_sql_and_targets(log, tmp_path):
     message = refused(tmp_path, "target weight", log, target_expression="weight - 1")
     assert "2 rows: target weight is null, negative or not finite" in message
     refused(
-        tmp_path, "side column weight is DOUBLE", write(tmp_path / "f.csv", ["1,a,5,x,1.5"]), side_columns=["weight"]
+        tmp_path,
+        "feature column weight is DOUBLE",
+        write(tmp_path / "f.csv", ["1,a,5,x,1.5"]),
+        event_features=["weight"],
     )
     refused(
         tmp_path,
-        "side column weight has negative values",
+        "feature column weight has negative values",
         write(tmp_path / "n.csv", ["1,a,5,x,-1"]),
-        side_columns=["weight"],
+        event_features=["weight"],
     )
     refused(tmp_path, "DuckDB cannot start", log, options=PrepareOptions(memory_limit="lots"))
 

@@ -46,14 +46,14 @@ def test_few_blocks_are_kept(dataset):
     assert list(reader._cache) == [1]
 
 
-@pytest.mark.parametrize(("side", "names"), [(None, []), ("single", ["action"]), ("multiple", ["tags"])])
-def test_the_size_of_a_block_is_known_before_it_is_read(tmp_path, side, names):
-    dataset = make_dataset(tmp_path / "set", random_histories(3, 20, 30, weights=True), side=side)
+@pytest.mark.parametrize(("feature", "names"), [(None, []), ("single", ["action"]), ("multiple", ["tags"])])
+def test_the_size_of_a_block_is_known_before_it_is_read(tmp_path, feature, names):
+    dataset = make_dataset(tmp_path / "set", random_histories(3, 20, 30, weights=True), feature=feature)
     reader = Reader(dataset, names)
     for number, size in enumerate(reader.block_bytes().tolist()):
         block = reader.block(number)
         # Parquet counts an empty list as a value
-        empty = int((np.diff(block.sides["tags"].offsets) == 0).sum()) if side == "multiple" else 0
+        empty = int((np.diff(block.features["tags"].bounds) == 0).sum()) if feature == "multiple" else 0
         assert size == block.size + 8 * empty
 
 
@@ -101,7 +101,7 @@ def test_bad_rows_are_named_with_file_row_and_reason(tmp_path, kind, caplog):
 @pytest.mark.parametrize(
     "values", [[[0], [3, 4]], [[0], [-1, 1]], [[[0]], [[3], [1, 4]]]], ids=["above", "below", "list"]
 )
-def test_a_side_value_without_a_row_is_a_bad_row(tmp_path, values):
+def test_a_feature_value_without_a_row_is_a_bad_row(tmp_path, values):
     nested = isinstance(values[0][0], list)
     kind = pa.list_(pa.list_(pa.int64())) if nested else pa.list_(pa.int64())
     good = [[[0]], [[3], [1, 2]]] if nested else [[0], [3, 1]]
@@ -156,9 +156,9 @@ def test_files_that_cannot_be_read(dataset):
         Reader(Dataset(dataset.path, one)).block(0)
 
 
-def test_side_features_that_do_not_exist(dataset):
-    with pytest.raises(DataError, match="no side feature colour; there are none"):
-        Reader(dataset, sides=["colour"])
+def test_features_that_do_not_exist(dataset):
+    with pytest.raises(DataError, match="no feature colour; there are none"):
+        Reader(dataset, features=["colour"])
 
 
 def test_remote_paths_are_read_through_their_file_system(histories):

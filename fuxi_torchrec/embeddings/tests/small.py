@@ -9,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec.config import Config, LossConfig, OptimizerConfig
-from fuxi_torchrec.data.batches import EventBatch, SideFeature
+from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.distributed import World
 from fuxi_torchrec.embeddings.inputs import make_input, padded
 from fuxi_torchrec.embeddings.sharding import is_sharded, like_weight, local_parts, shard, table_states
 from fuxi_torchrec.embeddings.tables import Table, Tables, collection
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
+from fuxi_torchrec.events.histories import Ragged, bounds_of
 from fuxi_torchrec.tasks.next_item import compared
 from fuxi_torchrec.tasks.samplers import Candidates
 from fuxi_torchrec.training.model import SequenceModel
@@ -22,7 +23,7 @@ from fuxi_torchrec.training.model import SequenceModel
 DIM = 8
 ITEMS = 23
 ACTIONS, TAGS = 7, 11
-SIDES = ["action", "tags"]
+FEATURES = ["action", "tags"]
 # sequences of each process: one has none
 SEQUENCES = (5, 0, 3, 1)
 
@@ -34,13 +35,13 @@ def here():
 
 
 def small_tables(sharding, dim=DIM, rows=(ITEMS, ACTIONS, TAGS)):
-    """Items and two side features; one kind of sharding for all, or one for each."""
+    """Items and two features; one kind of sharding for all, or one for each."""
     items, action, tags = [sharding] * 3 if isinstance(sharding, str) else sharding
     return Tables(
         Table("item_table", "item", rows[0], dim, items),
         (
-            Table("side_action", "action", rows[1], dim, action),
-            Table("side_tags", "tags", rows[2], dim, tags, "mean"),
+            Table("feature_action", "action", rows[1], dim, action),
+            Table("feature_tags", "tags", rows[2], dim, tags, "mean"),
         ),
     )
 
@@ -72,11 +73,9 @@ def random_batch(sequences, seed, longest=6, items=ITEMS, actions=ACTIONS, tags=
         request_timestamps=torch.full((sequences,), 1_600_020_000),
         offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)),
         users=torch.arange(sequences),
-        sides={
-            "action": SideFeature(torch.from_numpy(draw.integers(0, actions, events))),
-            "tags": SideFeature(
-                torch.from_numpy(draw.integers(0, tags, int(tag_lengths.sum()))), torch.from_numpy(tag_lengths)
-            ),
+        features={
+            "action": draw.integers(0, actions, events),
+            "tags": Ragged(draw.integers(0, tags, int(tag_lengths.sum())), bounds_of(tag_lengths)),
         },
     )
 
@@ -93,7 +92,7 @@ def input_of(rank, pool="shared", seed=0, sequences=SEQUENCES, tables=None):
         candidates = Candidates(ids, draw.normal(size=6).astype(np.float32))
     else:
         candidates = Candidates(draw.integers(1, rows[0], (positions, 3)))
-    return make_input(batch, targets_of(batch, candidates), rows[0], SIDES)
+    return make_input(batch, targets_of(batch, candidates), rows[0], FEATURES)
 
 
 def targets_of(batch, candidates):
@@ -119,7 +118,7 @@ def whole_model(config, tables, values):
     torch.manual_seed(1)
     model = SequenceModel(config, tables)
     model.items = collection((tables.items,), "cpu")
-    model.sides = collection(tables.sides, "cpu")
+    model.features = collection(tables.features, "cpu")
     for name, weight in table_weights(model).items():
         weight.data.copy_(values[name])
     return model
@@ -150,8 +149,10 @@ def global_loss(model, inputs):
 
 def not_empty(given):
     """With an empty bag more: undivided collections do not take batches without any."""
-    items, sides = given.items, given.sides
-    return replace(given, items=padded(items, len(items.lengths()) + 1), sides=padded(sides, len(given.input_rows) + 1))
+    items, features = given.items, given.features
+    return replace(
+        given, items=padded(items, len(items.lengths()) + 1), features=padded(features, len(given.input_rows) + 1)
+    )
 
 
 def local_values(model, values):

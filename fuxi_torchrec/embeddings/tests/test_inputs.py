@@ -5,18 +5,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fuxi_torchrec.data.batches import SideFeature
 from fuxi_torchrec.embeddings import inputs as module
 from fuxi_torchrec.embeddings.inputs import agree, bags, deduplicate, make_input, padded
 from fuxi_torchrec.embeddings.tests.small import (
+    FEATURES,
     ITEMS,
     SEQUENCES,
-    SIDES,
     input_of,
     random_batch,
     small_tables,
     targets_of,
 )
+from fuxi_torchrec.events.histories import Ragged
 from fuxi_torchrec.tasks.samplers import Candidates
 
 # --- deduplication ---------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ def test_distinct_ids_in_order_and_where_each_is(case):
 
 def test_every_item_is_looked_up_once():
     batch = random_batch(9, 1)
-    given = make_input(batch, targets_of(batch, Candidates(np.array([3, 4, 9]))), ITEMS, SIDES)
+    given = make_input(batch, targets_of(batch, Candidates(np.array([3, 4, 9]))), ITEMS, FEATURES)
     ids, targets = given.items.values(), given.targets
     assert len(ids) == len(ids.unique()) and (given.items.lengths() == 1).all()
     assert torch.equal(ids[given.input_rows], batch.items)
@@ -53,10 +53,10 @@ def test_every_item_is_looked_up_once():
     assert torch.equal(targets.weights, batch.target_weights[kept])
     assert ids[targets.items["candidates"]].tolist() == [3, 4, 9]
     assert set(ids.tolist()) == {*batch.items.tolist(), *batch.targets[kept].tolist(), 3, 4, 9}
-    assert given.sides.keys() == SIDES
-    assert torch.equal(given.sides["action"].values(), batch.sides["action"].values)
-    assert torch.equal(given.sides["tags"].values(), batch.sides["tags"].values)
-    assert torch.equal(given.sides["tags"].lengths(), batch.sides["tags"].lengths)
+    assert given.features.keys() == FEATURES
+    assert given.features["action"].values().tolist() == batch.features["action"].tolist()
+    assert given.features["tags"].values().tolist() == batch.features["tags"].values.tolist()
+    assert given.features["tags"].lengths().tolist() == np.diff(batch.features["tags"].bounds).tolist()
 
 
 def test_the_target_column_is_where_the_pool_holds_the_target():
@@ -67,7 +67,7 @@ def test_the_target_column_is_where_the_pool_holds_the_target():
     column = given.targets.constants["target_column"]
     assert column.tolist() == [pool.tolist().index(t) if t in pool else -1 for t in targets]
     assert {-1} < set(column.tolist())
-    assert given.sides is None and "log_weights" not in given.targets.constants
+    assert given.features is None and "log_weights" not in given.targets.constants
 
 
 def test_pools_of_each_position_have_no_column():
@@ -84,11 +84,11 @@ def test_pools_of_each_position_have_no_column():
 @pytest.mark.parametrize("candidates", [Candidates(np.array([1, 2])), Candidates(np.zeros((0, 3), np.int64))])
 def test_a_batch_without_events_is_an_input_too(candidates):
     batch = random_batch(0, 0)
-    given = make_input(batch, targets_of(batch, candidates), ITEMS, SIDES)
+    given = make_input(batch, targets_of(batch, candidates), ITEMS, FEATURES)
     assert given.items.values().tolist() == candidates.ids.reshape(-1).tolist()
     assert len(given.input_rows) == len(given.targets.items["targets"]) == 0
     assert given.targets.items["candidates"].shape == candidates.ids.shape
-    assert given.sides.lengths().numel() == 0
+    assert given.features.lengths().numel() == 0
 
 
 def test_inputs_stay_as_they_are_on_the_host():
@@ -100,14 +100,14 @@ def test_inputs_stay_as_they_are_on_the_host():
 
 
 def test_padding_adds_empty_bags_to_every_key():
-    single = SideFeature(torch.tensor([5, 6]))
-    several = SideFeature(torch.tensor([7, 8, 9]), torch.tensor([0, 3]))
+    single = np.array([5, 6])
+    several = Ragged(np.array([7, 8, 9]), np.array([0, 0, 3]))
     given = bags(["a", "b"], [single, several])
     filled = padded(given, 4)
     assert filled["a"].lengths().tolist() == [1, 1, 0, 0] and filled["a"].values().tolist() == [5, 6]
     assert filled["b"].lengths().tolist() == [0, 3, 0, 0] and filled["b"].values().tolist() == [7, 8, 9]
     assert padded(given, 2) is given
-    nothing = bags(["a"], [SideFeature(torch.zeros(0, dtype=torch.int64))])
+    nothing = bags(["a"], [np.zeros(0, np.int64)])
     assert padded(nothing, 2).lengths().tolist() == [0, 0]
 
 
@@ -123,10 +123,10 @@ def agreed(pad, weightless=False):
     ready = agree(mine, pad)
     for before, after in zip(mine, ready, strict=True):
         assert torch.equal(before.items.values(), after.items.values())
-        assert torch.equal(before.sides.values(), after.sides.values())
+        assert torch.equal(before.features.values(), after.features.values())
         assert torch.equal(before.input_rows, after.input_rows)
     assert tables.needs_equal_bags
-    counts = [(len(x.items.lengths()), len(x.sides.lengths()) // 2) for x in ready]
+    counts = [(len(x.items.lengths()), len(x.features.lengths()) // 2) for x in ready]
     own = [(len(x.items.lengths()), len(x.input_rows)) for x in mine]
     return counts, own, [x.loss_scale for x in ready]
 

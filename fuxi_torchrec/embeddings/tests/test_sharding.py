@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 
-from fuxi_torchrec.config import BatchConfig, Config, OptimizerConfig, SideConfig, TablesConfig
+from fuxi_torchrec.config import BatchConfig, Config, FeatureConfig, FeaturesConfig, OptimizerConfig, TablesConfig
 from fuxi_torchrec.embeddings.inputs import agree
 from fuxi_torchrec.embeddings.sharding import (
     ShardingError,
@@ -74,14 +74,14 @@ def compare_lookups_and_gradients(sharding, rows):
         (ready,) = agree([own], tables.needs_equal_bags)
         module = model.module
         with torch.no_grad():
-            items, sides = module.items(ready.items).values(), module.sides(ready.sides).to_dict()
+            items, features = module.items(ready.items).values(), module.features(ready.features).to_dict()
             mine, filled = len(own.items.lengths()), not_empty(own)
             close(items[:mine], whole.items(filled.items).values()[:mine])
             assert not items[mine:].any()
-            for name, expected in whole.sides(filled.sides).to_dict().items():
-                close(sides[name][: len(own.input_rows)], expected[: len(own.input_rows)])
-                assert not sides[name][len(own.input_rows) :].any()
-            close(module.head.event_rows(items, sides, ready), means_by_hand(values, filled))
+            for name, expected in whole.features(filled.features).to_dict().items():
+                close(features[name][: len(own.input_rows)], expected[: len(own.input_rows)])
+                assert not features[name][len(own.input_rows) :].any()
+            close(module.head.event_rows(items, features, ready), means_by_hand(values, filled))
         model.zero_grad(set_to_none=True)
         whole.zero_grad(set_to_none=True)
         loss, _ = model(ready)
@@ -104,12 +104,12 @@ def compare_lookups_and_gradients(sharding, rows):
 def means_by_hand(values, own):
     """Item plus action plus the mean of the tags, event by event."""
     items = own.items.values()[own.input_rows]
-    action, tags = own.sides["action"], own.sides["tags"]
-    rows = values["item_table"][items] + values["side_action"][action.values()]
+    action, tags = own.features["action"], own.features["tags"]
+    rows = values["item_table"][items] + values["feature_action"][action.values()]
     begin = tags.offsets().tolist()
     for event in range(len(rows)):
         if begin[event + 1] > begin[event]:
-            rows[event] += values["side_tags"][tags.values()[begin[event] : begin[event + 1]]].mean(0)
+            rows[event] += values["feature_tags"][tags.values()[begin[event] : begin[event + 1]]].mean(0)
     return rows
 
 
@@ -123,9 +123,9 @@ def test_lookups_and_gradients_are_those_of_undivided_tables(workers, sharding, 
 
 
 def test_each_table_may_be_divided_in_its_own_way(workers):
-    for sides in (("row_wise", "table_wise"), ("data_parallel", "row_wise"), ("table_wise", "data_parallel")):
-        workers(2).run(compare_lookups_and_gradients, ("row_wise", *sides), None)
-        workers(2).run(compare_lookups_and_gradients, ("data_parallel", *reversed(sides)), None)
+    for features in (("row_wise", "table_wise"), ("data_parallel", "row_wise"), ("table_wise", "data_parallel")):
+        workers(2).run(compare_lookups_and_gradients, ("row_wise", *features), None)
+        workers(2).run(compare_lookups_and_gradients, ("data_parallel", *reversed(features)), None)
 
 
 def test_a_process_may_hold_several_column_parts_of_a_table(workers):
@@ -136,7 +136,7 @@ def test_a_process_may_hold_several_column_parts_of_a_table(workers):
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_planner_may_choose_and_lookups_are_exact(workers, world):
     held = workers(world).run(compare_lookups_and_gradients, "auto", None)
-    assert {part[0] for parts in held for part in parts} == {"item_table", "side_action", "side_tags"}
+    assert {part[0] for parts in held for part in parts} == {"item_table", "feature_action", "feature_tags"}
 
 
 def test_auto_offers_the_planner_exact_shardings_only():
@@ -231,7 +231,7 @@ def test_initial_rows_do_not_depend_on_processes_or_sharding(workers):
         found = together(workers(world).run(initial_rows, sharding))
         for name, value in expected.items():
             assert torch.equal(found[name], value), (world, sharding, name)
-    items, action = expected["item_table"], expected["side_action"]
+    items, action = expected["item_table"], expected["feature_action"]
     assert (items[:5_000] != action).float().mean() > 0.99
     assert (items[:4_096] != items[4_096:8_192]).float().mean() > 0.99  # another generator from row 4096 on
     # a normal distribution cut at two deviations has 0.88 of its deviation
@@ -257,8 +257,8 @@ def test_any_slice_of_an_endless_table_is_the_same():
 
 
 def one_table(sharding, rows=100, dim=8, genres=None):
-    sides = (Table("side_genre", "genre", genres, dim, sharding),) if genres else ()
-    return Tables(Table("item_table", "item", rows, dim, sharding), sides)
+    features = (Table("feature_genre", "genre", genres, dim, sharding),) if genres else ()
+    return Tables(Table("item_table", "item", rows, dim, sharding), features)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,11 @@ def one_table(sharding, rows=100, dim=8, genres=None):
             one_table("row_wise", genres=3),
             OptimizerConfig(),
             4,
-            ["tables.sides.genre.sharding", "side_genre has 3 rows", "tables.sides.genre.sharding=data_parallel"],
+            [
+                "features.event.genre.sharding",
+                "feature_genre has 3 rows",
+                "features.event.genre.sharding=data_parallel",
+            ],
         ),
         (one_table("column_wise", dim=6), OptimizerConfig(), 1, ["column_wise", "model.dim", "multiple of 4, not 6"]),
         (
@@ -307,8 +311,8 @@ def test_configurations_whose_result_would_depend_on_the_division_are_refused():
     adagrad = OptimizerConfig(kind="rowwise_adagrad")
     with pytest.raises(ValueError, match=r"tables\.sharding is column_wise"):
         Config(optimizer=adagrad, tables=TablesConfig(sharding="column_wise"))
-    with pytest.raises(ValueError, match=r"tables\.sides\.tags\.sharding is column_wise"):
-        Config(optimizer=adagrad, tables=TablesConfig(sides={"tags": SideConfig(sharding="column_wise")}))
+    with pytest.raises(ValueError, match=r"features\.event\.tags\.sharding is column_wise"):
+        Config(optimizer=adagrad, features=FeaturesConfig({"tags": FeatureConfig(sharding="column_wise")}))
     with pytest.raises(ValueError, match=r"batch\.max_events_per_rank accumulates gradients"):
         Config(optimizer=adagrad, batch=BatchConfig(max_events_per_rank=100))
     with pytest.raises(ValueError, match="clip_norm needs all gradients"):
@@ -352,8 +356,8 @@ def test_a_plan_reads_well_and_is_the_same_every_time():
     words = [line.split() for line in lines]
     assert ["item_table", "row_wise", "dense", "0", "0", "..", "11", "0", "..", "7", "0.00"] in words
     assert ["item_table", "row_wise", "dense", "1", "12", "..", "22", "0", "..", "7", "0.00"] in words
-    assert ["side_action", "data_parallel", "dense", "all", "0", "..", "6", "0", "..", "7", "0.00"] in words
-    assert sum(w[0] == "side_tags" for w in words) == 2
+    assert ["feature_action", "data_parallel", "dense", "all", "0", "..", "6", "0", "..", "7", "0.00"] in words
+    assert sum(w[0] == "feature_tags" for w in words) == 2
     plain = json.loads(plan_to_json(plan, tables, 2))
     assert plain["world_size"] == 2
     (last,) = [p for p in plain["placements"] if p["table"] == "item_table" and p["rank"] == 1]

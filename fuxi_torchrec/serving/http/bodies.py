@@ -52,15 +52,15 @@ class PastEvent(_Strict):
 
     item_id: ItemId
     timestamp: int
-    sides: BaseModel | None = Field(None, description="side features")
+    features: BaseModel | None = Field(None, description="features")
     columns: dict[str, Any] | None = None
 
     def event(self, user_id: UserId = "") -> requests.Event:
         """The same for a Recommender."""
-        sides = None
-        if self.sides is not None:
-            sides = self.sides.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
-        return requests.Event(user_id, self.item_id, self.timestamp, sides, self.columns)
+        features = None
+        if self.features is not None:
+            features = self.features.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
+        return requests.Event(user_id, self.item_id, self.timestamp, features, self.columns)
 
 
 class NewEvent(PastEvent):
@@ -178,7 +178,7 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
         "time": time | None,
         "k": Annotated[int, Field(ge=1, le=limits.max_k), BeforeValidator(_whole)],
     }
-    event: dict[str, Any] = {"item_id": item, "timestamp": event_time, "sides": _sides(recommender) | None}
+    event: dict[str, Any] = {"item_id": item, "timestamp": event_time, "features": _features(recommender) | None}
     event["columns"] = Annotated[
         dict[str, Any] | None, Field(description=f"of the log, for its condition: {manifest.log.where}")
     ]
@@ -204,15 +204,15 @@ def _narrowed(model: type[Model], **types: Any) -> type[Model]:
     return create_model(model.__name__, __base__=model, __doc__=model.__doc__, **fields)
 
 
-def _sides(recommender: Recommender) -> Any:
-    """Side features of an event, by name; the fields have names of our own, since a class cannot have every one."""
+def _features(recommender: Recommender) -> Any:
+    """Features of an event, by name; the fields have names of our own, since a class cannot have every one."""
     fields: dict[str, Any] = {}
-    for number, side in enumerate(recommender.manifest.sides):
-        rows = recommender.side_rows(side.name)
+    for number, feature in enumerate(recommender.manifest.features):
+        rows = recommender.feature_rows(feature.name)
         kind: Any = Text | None
         if rows is not None:
             value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]
-            kind = list[value] if side.multiple else value
-        default: Any = None if rows is None else [] if side.multiple else 0
-        fields[f"side_{number}"] = (kind, Field(default, alias=side.name))
-    return create_model("Sides", __base__=_Strict, **fields)
+            kind = list[value] if feature.multiple else value
+        default: Any = None if rows is None else [] if feature.multiple else 0
+        fields[f"feature_{number}"] = (kind, Field(default, alias=feature.name))
+    return create_model("Features", __base__=_Strict, **fields)

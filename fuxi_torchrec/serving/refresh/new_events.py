@@ -11,21 +11,21 @@ import pyarrow.compute as pc
 
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import OnBadRows, quote
 from fuxi_torchrec.events.sources import FILE, ROW, Source, of_log
 from fuxi_torchrec.events.times import bounds, check_time, last_event
-from fuxi_torchrec.export.bundle import ITEMS, OTHER_ITEMS, SIDES, Bundle, Manifest
+from fuxi_torchrec.export.bundle import FEATURES, ITEMS, OTHER_ITEMS, Bundle, Manifest
 from fuxi_torchrec.export.parts import ID_TYPES, combined
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log, settled
-from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Vocabulary, side_values
+from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Vocabulary, feature_values
 
 logger = get_logger(__name__)
 
-Values = dict[str, dict[str, int]]  # of side features with text values: value to index
+Values = dict[str, dict[str, int]]  # of features with text values: value to index
 _OWN = "own_log"
 _USER, _ITEM, _TIME = "__user", "__item", "__time"  # columns of a Recommender's log; features have their own names
 
@@ -49,7 +49,7 @@ class NewEvents:
         unknown_items: events of items that the model does not know.
         rare_items: events left out, of items that the dataset would not have.
         bad_rows: left out, by reason.
-        digest: of users, items, times and sides as they were read.
+        digest: of users, items, times and features as they were read.
         forgotten: users of whom nothing before these events is to stay, of a Recommender's log.
     """
 
@@ -76,10 +76,12 @@ def read_events(
 
     The export's files that this needs are checked first.
     """
-    bundle.check(ITEMS, SIDES, OTHER_ITEMS)
-    manifest, values = bundle.manifest, side_values(bundle)
+    bundle.check(ITEMS, FEATURES, OTHER_ITEMS)
+    manifest, values = bundle.manifest, feature_values(bundle)
     log = manifest.log.with_columns(**vars(columns or LogColumns()))
-    log = replace(log, features=tuple(side.name for side in manifest.sides), on_bad_rows=on_bad_rows or log.on_bad_rows)
+    log = replace(
+        log, features=tuple(feature.name for feature in manifest.features), on_bad_rows=on_bad_rows or log.on_bad_rows
+    )
     forgotten = pa.array([], ID_TYPES[manifest.user_id_type])
     with Database(in_memory=True) as database:
         if (Path(path) / LOG_FILE).exists():
@@ -91,9 +93,9 @@ def read_events(
             source = of_log(str(path), log)
         ingestion = Ingestion(database, source, keep=True)
         bad = ingestion.check_rows(_implausible(database, str(path), manifest))
-        names = ["user_id", "item_id", "timestamp", *(quote(FEATURE + side.name) for side in manifest.sides)]
+        names = ["user_id", "item_id", "timestamp", *(quote(FEATURE + feature.name) for feature in manifest.features)]
         table = database.table(f"SELECT {', '.join(names)} FROM events ORDER BY n")
-    ours = ["user", "item", "time", *(side.name for side in manifest.sides)]
+    ours = ["user", "item", "time", *(feature.name for feature in manifest.features)]
     kinds = [ID_TYPES[manifest.user_id_type], ID_TYPES[manifest.item_id_type], pa.int64()]
     table = pa.table([*(c.cast(k) for c, k in zip(table.columns, kinds, strict=False)), *table.columns[3:]], ours)
     return _by_user(table, forgotten, bundle, values, bad)
@@ -107,10 +109,10 @@ def _by_user(table: pa.Table, forgotten: pa.Array, bundle: Bundle, values: Value
     if rare:
         table = table.take(pa.array(kept))
     encoded, times = combined(table[0]).dictionary_encode(), table[2].to_numpy()
-    rows = bundle.side_rows()
-    sides = {
-        side.name: _side(table[3 + n], side, values.get(side.name), rows[side.name])
-        for n, side in enumerate(bundle.manifest.sides)
+    rows = bundle.feature_rows()
+    features = {
+        feature.name: _feature(table[3 + n], feature, values.get(feature.name), rows[feature.name])
+        for n, feature in enumerate(bundle.manifest.features)
     }
     user = encoded.indices.to_numpy().astype(np.int64)
     order = np.lexsort((times, user))  # stable: ties keep the order of the log
@@ -119,7 +121,7 @@ def _by_user(table: pa.Table, forgotten: pa.Array, bundle: Bundle, values: Value
         user[order],
         items[order],
         times[order].astype(np.int64),
-        {name: take(column, order) for name, column in sides.items()},
+        {name: take(column, order) for name, column in features.items()},
     )
     unknown = int((items == UNKNOWN).sum())
     return NewEvents(encoded.dictionary, histories, unknown, rare, bad, digest, forgotten)
@@ -151,10 +153,10 @@ def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Tab
         FILE: pa.array([str(directory / LOG_FILE)] * len(rows), pa.string()),
         ROW: pa.array(range(len(rows)), pa.int64()),
     }
-    for side in manifest.sides:
-        kind = pa.string() if side.name in texts else pa.list_(pa.int64()) if side.multiple else pa.int64()
-        found = [(row[3] if len(row) > 3 else {}).get(side.name) for row in rows]
-        columns[side.name] = pa.array(found, kind)
+    for feature in manifest.features:
+        kind = pa.string() if feature.name in texts else pa.list_(pa.int64()) if feature.multiple else pa.int64()
+        found = [(row[3] if len(row) > 3 else {}).get(feature.name) for row in rows]
+        columns[feature.name] = pa.array(found, kind)
     return pa.table(columns), pa.array(forgotten, ID_TYPES[manifest.user_id_type])
 
 
@@ -173,17 +175,17 @@ def _implausible(database: Database, path: str, manifest: Manifest) -> dict[str,
     }
 
 
-def _side(column: pa.ChunkedArray, side: SideTable, known: dict[str, int] | None, rows: int) -> Column:
+def _feature(column: pa.ChunkedArray, feature: Feature, known: dict[str, int] | None, rows: int) -> Column:
     """A missing value is 0, or no values; one that the model has no row for is 0."""
     if known is not None:
         return np.array([known.get(value, 0) for value in column.to_pylist()], np.int64)
-    flat = pc.list_flatten(column) if side.multiple else column
+    flat = pc.list_flatten(column) if feature.multiple else column
     values: Ints = flat.to_numpy().astype(np.int64)
     unknown = values >= rows
     if unknown.any():
-        said = "side column %s has %d values beyond %d, which the model does not know: they count as 0"
-        logger.warning(said, side.name, unknown.sum(), rows - 1)
+        said = "feature column %s has %d values beyond %d, which the model does not know: they count as 0"
+        logger.warning(said, feature.name, unknown.sum(), rows - 1)
         values = np.where(unknown, 0, values)
-    if not side.multiple:
+    if not feature.multiple:
         return values
     return Ragged(values, bounds_of(pc.list_value_length(column).to_numpy().astype(np.int64)))

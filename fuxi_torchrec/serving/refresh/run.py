@@ -144,7 +144,7 @@ class RefreshRun:
         if self.digest in self.applied:
             self.summary.applied_before = True
             logger.info("these events were applied before: %s", self.digest[:16])
-            return Histories.empty(0, self.manifest.sides), new.users[:0], new.forgotten[:0]
+            return Histories.empty(0, self.manifest.features), new.users[:0], new.forgotten[:0]
         counts = np.repeat(~_mask(new.users, self.forget), new.histories.lengths)
         if self.since != "export":  # what a Recommender on this export took came after it had forgotten
             counts &= self.forgotten.counts(new.users, new.histories)
@@ -204,9 +204,9 @@ class RefreshRun:
         # new events, a row per user of the part
         place = np.full(len(users), len(events))
         place[touched] = np.arange(len(touched))
-        added = Histories.stack((events, Histories.empty(1, self.manifest.sides))).select(place)
+        added = Histories.stack((events, Histories.empty(1, self.manifest.features))).select(place)
         users = users.stack(Users.new(new_ids, self.manifest.dimension))
-        histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.sides)))
+        histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.features)))
         added = Histories.stack((added, new_events))
         kept = np.flatnonzero(~np.concatenate((forgotten, np.zeros(len(new_ids), bool))))
         self.summary.new_users += len(new_ids)
@@ -221,7 +221,7 @@ class RefreshRun:
         path = self._path(HISTORIES, number)
         with self.clock("reading"):
             check_file(path, self.manifest.files[part_name(HISTORIES, number)], contents=True)
-            histories = read_histories(path, users.ids, self.manifest.sides)
+            histories = read_histories(path, users.ids, self.manifest.features)
         if not np.array_equal(histories.lengths, users.events):
             raise ExportError(f"{path}: lengths are not those in users/: export again")
         return histories
@@ -229,7 +229,7 @@ class RefreshRun:
     def _new_part(self, number: int, ids: pa.Array, events: Histories) -> None:
         users = Users.new(ids, self.manifest.dimension)
         self.summary.new_users += len(ids)
-        self._write_part(number, users, Histories.empty(len(ids), self.manifest.sides), events, None, True)
+        self._write_part(number, users, Histories.empty(len(ids), self.manifest.features), events, None, True)
 
     def _write_part(
         self,

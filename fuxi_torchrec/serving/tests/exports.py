@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Histories, bounds_of
 from fuxi_torchrec.export.bundle import HISTORIES, STATES, USERS, Bundle, scaled
 from fuxi_torchrec.export.parts import part_name, part_number, read_histories, read_users
@@ -15,20 +15,20 @@ from fuxi_torchrec.export.states import StateFile
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.tests.random_export import DAY, START, write_demo_export
 
-SIDES = (SideTable("action", multiple=False, pooling="sum"), SideTable("tags", multiple=True, pooling="mean"))
+FEATURES = (Feature("action", multiple=False, pooling="sum"), Feature("tags", multiple=True, pooling="mean"))
 
 
 @dataclass
 class Log:
-    """Events in the order in which they came: (user, raw item, time, side features)."""
+    """Events in the order in which they came: (user, raw item, time, features)."""
 
     rows: list = field(default_factory=list)
 
-    def write(self, path, sides=()):
+    def write(self, path, features=()):
         columns = {"user_id": [r[0] for r in self.rows], "item_id": [r[1] for r in self.rows]}
         columns["timestamp"] = [r[2] for r in self.rows]
-        for side in sides:
-            columns[side.name] = [r[3][side.name] for r in self.rows]
+        for feature in features:
+            columns[feature.name] = [r[3][feature.name] for r in self.rows]
         table = pa.table(columns)
         if str(path).endswith(".csv"):
             import pyarrow.csv
@@ -42,7 +42,7 @@ class Log:
         return sorted((row for row in self.rows if row[0] == user), key=lambda row: row[2])
 
 
-def without_sides(rows):
+def without_features(rows):
     return Log([(*row[:3], {"action": 0, "tags": []}) for row in rows])
 
 
@@ -62,9 +62,9 @@ def random_log(draw, demo, users, most, first=START):
         time = int(first + draw.integers(0, DAY))
         for _ in range(int(draw.integers(0, most + 1))):
             time += int(draw.integers(0, 4 * DAY)) if draw.random() < 0.8 else 0
-            sides = {"action": int(draw.integers(8)), "tags": draw.integers(0, 8, draw.integers(0, 4)).tolist()}
+            features = {"action": int(draw.integers(8)), "tags": draw.integers(0, 8, draw.integers(0, 4)).tolist()}
             # one in ten items is not in the catalogue
-            log.rows.append((user, raw_item(int(draw.integers(1, demo.items * 1.1)), demo), time, sides))
+            log.rows.append((user, raw_item(int(draw.integers(1, demo.items * 1.1)), demo), time, features))
     return log
 
 
@@ -74,7 +74,7 @@ def histories_of(log, users, demo):
     tags = [row[3]["tags"] for row in rows]
     from fuxi_torchrec.events.histories import Ragged
 
-    sides = {
+    features = {
         "action": np.array([row[3]["action"] for row in rows], np.int64),
         "tags": Ragged(
             np.array([v for values in tags for v in values], np.int64), bounds_of(np.array([len(v) for v in tags], int))
@@ -84,7 +84,7 @@ def histories_of(log, users, demo):
         bounds_of(np.array([len(rows) for rows in each], np.int64)),
         np.array([index_of(row[1], demo) for row in rows], np.int64),
         np.array([row[2] for row in rows], np.int64),
-        {side.name: sides[side.name] for side in demo.sides},
+        {feature.name: features[feature.name] for feature in demo.features},
     )
 
 
@@ -111,7 +111,7 @@ def users_of(path):
     for users_path in bundle.parts(USERS):
         number = part_number(users_path)
         users = read_users(users_path)
-        histories = read_histories(bundle.path / part_name(HISTORIES, number), users.ids, bundle.manifest.sides)
+        histories = read_histories(bundle.path / part_name(HISTORIES, number), users.ids, bundle.manifest.features)
         states_path = bundle.path / part_name(STATES, number, "bin")
         states = StateFile.open(states_path, bundle.manifest.model_id) if states_path.exists() else None
         assert (len(states) if states is not None else 0) == (users.state_row >= 0).sum()  # and nobody else's

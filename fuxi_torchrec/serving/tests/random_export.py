@@ -17,18 +17,18 @@ from torch import Tensor
 from fuxi_torchrec.artifacts import crc32_of
 from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_from, make_encoder
 from fuxi_torchrec.encoders.state import EncoderState
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
 from fuxi_torchrec.export.bundle import (
     ENCODER,
+    FEATURES,
     HISTORIES,
     INDEX,
     ITEM_TABLE,
     ITEMS,
     OTHER_ITEMS,
-    SIDES,
     STATES,
     TABLES,
     USERS,
@@ -57,7 +57,7 @@ class DemoExport:
         histories: given ones in place of random ones.
         state_min_events: shorter histories have no state.
         users_per_part: of users/, histories/ and states/.
-        text_sides: side features whose values are ``value-INDEX``.
+        text_features: features whose values are ``value-INDEX``.
         log: of the LogSpec, what is not as it is by default.
         other_items: raw ids of other-items.parquet.
     """
@@ -84,9 +84,9 @@ class DemoExport:
     users_per_part: int = 8
     item_id_type: str = "int64"
     user_id_type: str = "int64"
-    sides: tuple[SideTable, ...] = ()
-    side_rows: int = 8
-    text_sides: tuple[str, ...] = ()
+    features: tuple[Feature, ...] = ()
+    feature_rows: int = 8
+    text_features: tuple[str, ...] = ()
     histories: Histories | None = None
     as_of: int | None = None
     index: bool = True
@@ -97,11 +97,11 @@ class DemoExport:
         """How its log was read: plain columns, unless ``log`` says more."""
         ids = {"int64": "BIGINT", "string": "VARCHAR"}
         columns = {"user_id": ids[self.user_id_type], "item_id": ids[self.item_id_type], "timestamp": "BIGINT"}
-        for side in self.sides:
-            text = side.name in self.text_sides
-            columns[side.name] = "VARCHAR" if text else "BIGINT" + "[]" * side.multiple
+        for feature in self.features:
+            text = feature.name in self.text_features
+            columns[feature.name] = "VARCHAR" if text else "BIGINT" + "[]" * feature.multiple
         more = {**self.log, "columns": columns | self.log.get("columns", {})}
-        return LogSpec(time_unit=self.time_unit, features=tuple(side.name for side in self.sides), **more)
+        return LogSpec(time_unit=self.time_unit, features=tuple(feature.name for feature in self.features), **more)
 
 
 def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> Manifest:
@@ -123,8 +123,8 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         for parameter in encoder.parameters():  # away from starting values that hide mistakes
             parameter.data += 0.02 * torch.randn_like(parameter)
         tables = {ITEM_TABLE: torch.randn(demo.items + 1, config.dim) / config.dim**0.5}
-        for side in demo.sides:
-            tables[f"side_{side.name}"] = torch.randn(demo.side_rows, config.dim) / config.dim**0.5
+        for feature in demo.features:
+            tables[f"feature_{feature.name}"] = torch.randn(demo.feature_rows, config.dim) / config.dim**0.5
     save_file(dict(encoder.state_dict()), directory / ENCODER)
     save_file(tables, directory / TABLES)
     as_of = demo.as_of if demo.as_of is not None else int(histories.times.max(initial=START))
@@ -144,17 +144,17 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         item_id_type=demo.item_id_type,
         user_id_type=demo.user_id_type,
         log=demo.log_spec(),
-        sides=demo.sides,
+        features=demo.features,
     )
     _write_items(directory, demo, tables[ITEM_TABLE])
     if demo.log_spec().drops_rare_items:
         others = pa.array(demo.other_items, ID_TYPES[demo.item_id_type])
         pq.write_table(pa.table({"item_id": others}), directory / OTHER_ITEMS)
-    for name in demo.text_sides:
-        (directory / SIDES).mkdir(exist_ok=True)
-        index = np.arange(1, demo.side_rows)
+    for name in demo.text_features:
+        (directory / FEATURES).mkdir(exist_ok=True)
+        index = np.arange(1, demo.feature_rows)
         known = pa.table({"value": [f"value-{n}" for n in index], "index": pa.array(index, pa.int32())})
-        pq.write_table(known, directory / SIDES / f"{name}.parquet")
+        pq.write_table(known, directory / FEATURES / f"{name}.parquet")
     states = write_user_parts(
         Bundle(directory, manifest), raw_ids("user", 0, len(histories), demo.user_id_type), histories, demo
     )
@@ -231,9 +231,9 @@ def random_histories(demo: DemoExport) -> Histories:
     gaps = np.where(draw.random(total) < 0.2, 0, draw.integers(1, DAY, total))
     offsets: Ints = bounds_of(lengths)
     times = START + gaps.cumsum() - np.repeat(gaps.cumsum()[np.minimum(offsets[:-1], max(total - 1, 0))], lengths)
-    sides: dict[str, Column] = {}
-    for side in demo.sides:
-        counts = draw.integers(0, 4, total) if side.multiple else np.ones(total, np.int64)
-        values = draw.integers(0, demo.side_rows, int(counts.sum()))
-        sides[side.name] = Ragged(values, bounds_of(counts)) if side.multiple else values
-    return Histories(offsets, items, times.astype(np.int64), sides)
+    features: dict[str, Column] = {}
+    for feature in demo.features:
+        counts = draw.integers(0, 4, total) if feature.multiple else np.ones(total, np.int64)
+        values = draw.integers(0, demo.feature_rows, int(counts.sum()))
+        features[feature.name] = Ragged(values, bounds_of(counts)) if feature.multiple else values
+    return Histories(offsets, items, times.astype(np.int64), features)

@@ -9,7 +9,7 @@ from fuxi_torchrec.serving.http.service import create_app
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.refresh.new_events import LogColumns
 from fuxi_torchrec.serving.refresh.refresh import refresh
-from fuxi_torchrec.serving.tests.exports import SIDES, users_of
+from fuxi_torchrec.serving.tests.exports import FEATURES, users_of
 from fuxi_torchrec.serving.tests.random_export import DAY, DemoExport, write_demo_export
 
 WHERE = {
@@ -71,17 +71,17 @@ def test_a_column_that_is_missing_or_wrong_is_named(tmp_path, columns, message):
 def test_a_condition_reads_features_and_times_of_the_event_itself(tmp_path):
     where = "action = 'value-2' AND len(tags) > 1 AND day >= DATE '2020-02-01' AND timestamp > 5"
     log = {"where": where, "columns": {"day": "DATE"}}
-    time = export(tmp_path, log, sides=SIDES, text_sides=("action",))
+    time = export(tmp_path, log, features=FEATURES, text_features=("action",))
     events = [("value-2", [1, 2], "2020-02-02"), ("value-2", [1, 2], "2020-01-02"), ("value-2", [1], "2020-02-02")]
     events.append(("value-1", [1, 2], "2020-02-02"))
     with Recommender.load(tmp_path / "a") as live:
-        sides = [{"action": action, "tags": tags} for action, tags, _ in events]
-        done = append(live, time, [1001] * 4, [{"day": day} for *_, day in events], sides=sides)
+        features = [{"action": action, "tags": tags} for action, tags, _ in events]
+        done = append(live, time, [1001] * 4, [{"day": day} for *_, day in events], features=features)
         assert (done.accepted, done.filtered) == (1, 3)
         with pytest.raises(ValueError, match="event 0: feature 'tags' is missing"):
-            append(live, time, [1001], [{"day": "2020-01-01"}], sides=[{"action": "value-1"}])
+            append(live, time, [1001], [{"day": "2020-01-01"}], features=[{"action": "value-1"}])
         with pytest.raises(ValueError, match="event 0: column 'day' must be DATE, not 'soon'"):
-            append(live, time, [1001], [{"day": "soon"}], sides=sides[:1])
+            append(live, time, [1001], [{"day": "soon"}], features=features[:1])
 
 
 def test_rare_items_are_left_out_if_the_dataset_drops_them(tmp_path):

@@ -27,7 +27,7 @@ from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.refresh.refresh import refresh
 from fuxi_torchrec.serving.requests import Request
 from fuxi_torchrec.serving.tests.exports import (
-    SIDES,
+    FEATURES,
     Log,
     assert_states_close,
     export_of,
@@ -71,10 +71,10 @@ def expected(path, demo, rows, time):
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
-@pytest.mark.parametrize("sides", [(), SIDES], ids=["plain", "sides"])
+@pytest.mark.parametrize("features", [(), FEATURES], ids=["plain", "features"])
 @pytest.mark.parametrize("model", [DEMO.model, GROWING], ids=["constant", "growing"])
-def test_answers_are_the_models(tmp_path, similarity, sides, model):
-    demo = replace(DEMO, similarity=similarity, sides=sides, model=model)
+def test_answers_are_the_models(tmp_path, similarity, features, model):
+    demo = replace(DEMO, similarity=similarity, features=features, model=model)
     log, last = log_export(tmp_path, demo)
     users = [user for user in range(8) if log.of(user)]
     with Recommender.load(tmp_path / "x") as recommender:
@@ -90,8 +90,8 @@ def test_answers_are_the_models(tmp_path, similarity, sides, model):
             (users[0], 1003, last + 5, {"action": 3, "tags": [1, 2]}),
             (99, 1004, last + 6, {"action": 0, "tags": []}),
         ]
-        for user, item, time, side in new:
-            given = [side] if sides else None
+        for user, item, time, feature in new:
+            given = [feature] if features else None
             assert recommender.append([user], [item], [time], given).accepted == 1
         for answer, rows in zip(
             recommender.recommend([users[0], 99], last + DAY, k=5),
@@ -102,14 +102,14 @@ def test_answers_are_the_models(tmp_path, similarity, sides, model):
                 assert answer.items == expected(tmp_path / "x", demo, rows, last + DAY)[0][:5]
 
 
-def test_text_of_side_features_is_looked_up(tmp_path):
-    demo = replace(DEMO, sides=SIDES, text_sides=("action",))
+def test_text_of_features_is_looked_up(tmp_path):
+    demo = replace(DEMO, features=FEATURES, text_features=("action",))
     log, last = log_export(tmp_path, demo)
     user = next(user for user in range(8) if 0 < len(log.of(user)) < 30)
     with Recommender.load(tmp_path / "x") as recommender:
         recommender.append([user, user], [1003, 1004], [last] * 2, [{"action": "value-3"}, {"action": "who knows"}])
         (answer,) = recommender.recommend([user], last, 5)
-        with pytest.raises(ValueError, match="side feature action must be text"):
+        with pytest.raises(ValueError, match="feature action must be text"):
             recommender.append([user], [1003], [last], [{"action": 3}])
     new = [(user, 1003, last, {"action": 3, "tags": []}), (user, 1004, last, {"action": 0, "tags": []})]
     assert answer.items == expected(tmp_path / "x", demo, log.of(user) + new, last)[0][:5]
@@ -124,20 +124,22 @@ def test_text_of_side_features_is_looked_up(tmp_path):
         assert recommender.recommend([user], last, 5)[0].items == answer.items
 
 
-def test_side_values_of_an_old_log_that_the_next_export_lacks_count_as_unknown(tmp_path):
-    demo = replace(DEMO, sides=SIDES, side_rows=20)
+def test_feature_values_of_an_old_log_that_the_next_export_lacks_count_as_unknown(tmp_path):
+    demo = replace(DEMO, features=FEATURES, feature_rows=20)
     log, last = log_export(tmp_path, demo)
     with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
-        sides = [{"action": 19, "tags": [3, 19]}, {"action": 7, "tags": []}]
-        recommender.append([50, 50], [1003, 1004], [last + 1] * 2, sides)
-    for number, smaller in enumerate((replace(demo, side_rows=8), replace(demo, side_rows=8, text_sides=("action",)))):
+        features = [{"action": 19, "tags": [3, 19]}, {"action": 7, "tags": []}]
+        recommender.append([50, 50], [1003, 1004], [last + 1] * 2, features)
+    for number, smaller in enumerate(
+        (replace(demo, feature_rows=8), replace(demo, feature_rows=8, text_features=("action",)))
+    ):
         path = tmp_path / f"y{number}"
         export_of(path, log, range(8), smaller)
         shutil.copytree(tmp_path / "log", tmp_path / f"log{number}")
         with Recommender.load(path, log_dir=tmp_path / f"log{number}") as recommender:
             (answer,) = recommender.recommend([50], last + DAY, 5)
         known = [(50, 1003, last + 1, {"action": 0, "tags": [3, 0]}), (50, 1004, last + 1, {"action": 7, "tags": []})]
-        if smaller.text_sides:
+        if smaller.text_features:
             known[1] = (50, 1004, last + 1, {"action": 0, "tags": []})
         assert answer.items == expected(path, smaller, known, last + DAY)[0][:5]
 

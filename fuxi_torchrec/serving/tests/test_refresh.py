@@ -16,21 +16,21 @@ import pytest
 from fuxi_torchrec.artifacts import OutputError
 from fuxi_torchrec.encoders.tests import causal_mean
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.export.bundle import HISTORIES, ITEMS, STATES, USERS, Bundle, ExportError
 from fuxi_torchrec.export.parts import part_name
 from fuxi_torchrec.export.states import StateFile
 from fuxi_torchrec.serving.refresh.new_events import read_events
 from fuxi_torchrec.serving.refresh.refresh import refresh
 from fuxi_torchrec.serving.tests.exports import (
-    SIDES,
+    FEATURES,
     Log,
     anchors_of,
     check_equals_full_export,
     export_of,
     random_log,
     users_of,
-    without_sides,
+    without_features,
 )
 from fuxi_torchrec.serving.tests.random_export import DAY, START, DemoExport, write_demo_export
 
@@ -64,7 +64,9 @@ def moved_anchors(logs, demo, users):
 def test_refreshes_equal_a_full_export(tmp_path, seed):
     """The last three with an encoder whose states grow."""
     draw = np.random.default_rng(seed)
-    demo = replace(DEMO, sides=SIDES if seed % 2 else (), similarity="dot" if seed % 3 == 0 else "cosine", seed=seed)
+    demo = replace(
+        DEMO, features=FEATURES if seed % 2 else (), similarity="dot" if seed % 3 == 0 else "cosine", seed=seed
+    )
     if seed % 4 == 1:
         demo = replace(demo, item_id_type="string")
     if seed >= 8:
@@ -75,12 +77,15 @@ def test_refreshes_equal_a_full_export(tmp_path, seed):
     first, second = cut(after, draw, users)
     known = users[:-2]  # the last two are new
     export_of(tmp_path / "full", before, known, demo)
-    summary = refresh(tmp_path / "full", first.write(tmp_path / "1.parquet", demo.sides), tmp_path / "r1")
+    summary = refresh(tmp_path / "full", first.write(tmp_path / "1.parquet", demo.features), tmp_path / "r1")
     there = {*known, *(row[0] for row in first.rows)}
     check_equals_full_export(tmp_path / "r1", [before, first], demo, there)
     assert summary.reanchored_users == moved_anchors([before, first], demo, users)
     summary = refresh(
-        tmp_path / "r1", second.write(tmp_path / "2.parquet", demo.sides), tmp_path / "r2", requery_all=bool(seed % 2)
+        tmp_path / "r1",
+        second.write(tmp_path / "2.parquet", demo.features),
+        tmp_path / "r2",
+        requery_all=bool(seed % 2),
     )
     logs = [before, first, second]
     found = check_equals_full_export(tmp_path / "r2", logs, demo, there | {row[0] for row in second.rows})
@@ -153,7 +158,7 @@ def test_late_events_are_counted_and_left_out(tmp_path):
     events = Log([*late, (user, 1003, mine, {}), (user, 1004, last + 9, {})]).write(tmp_path / "e.csv")
     summary = refresh(tmp_path / "a", events, tmp_path / "b")
     assert summary.late_events == 2
-    new = without_sides([(user, 1003, mine, {}), (user, 1004, last + 9, {})])
+    new = without_features([(user, 1003, mine, {}), (user, 1004, last + 9, {})])
     check_equals_full_export(tmp_path / "b", [log, new], DEMO, range(12))
     only_late = Log(late).write(tmp_path / "late.csv")
     assert refresh(tmp_path / "a", only_late, tmp_path / "c").parts_linked == 3
@@ -166,7 +171,7 @@ def test_forgotten_users_are_gone(tmp_path):
     assert (summary.forgotten_users, summary.unknown_forgotten, summary.forgotten_events) == (2, 2, 2)
     found = users_of(tmp_path / "b")
     assert found.keys() == set(range(12)) - {2, 11}
-    check_equals_full_export(tmp_path / "b", [log, without_sides(events.rows[:1])], DEMO, set(range(12)) - {2, 11})
+    check_equals_full_export(tmp_path / "b", [log, without_features(events.rows[:1])], DEMO, set(range(12)) - {2, 11})
     # and they are in no file of the new export
     bundle = Bundle.open(tmp_path / "b")
     assert bundle.manifest.users == 10
@@ -199,15 +204,15 @@ def test_a_damaged_state_is_encoded_again(tmp_path):
     events = Log([(users[0], 1001, last + 1, {})])
     summary = refresh(tmp_path / "a", events.write(tmp_path / "e.csv"), tmp_path / "b")
     assert summary.damaged_states == len(users)
-    check_equals_full_export(tmp_path / "b", [log, without_sides(events.rows)], DEMO, range(12))
+    check_equals_full_export(tmp_path / "b", [log, without_features(events.rows)], DEMO, range(12))
 
 
 @pytest.mark.parametrize(
     "name",
-    [part_name(USERS, 0), part_name(USERS, 2), part_name(HISTORIES, 0), part_name(ITEMS, 0), "sides/action.parquet"],
+    [part_name(USERS, 0), part_name(USERS, 2), part_name(HISTORIES, 0), part_name(ITEMS, 0), "features/action.parquet"],
 )
 def test_damaged_files_are_refused(tmp_path, name):
-    demo = replace(DEMO, sides=SIDES, text_sides=("action",))
+    demo = replace(DEMO, features=FEATURES, text_features=("action",))
     log = random_log(np.random.default_rng(1), demo, range(12), 20)
     export_of(tmp_path / "a", log, range(12), demo)
     path = tmp_path / "a" / name
@@ -215,7 +220,7 @@ def test_damaged_files_are_refused(tmp_path, name):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     last = max(row[2] for row in log.rows)
-    events = Log([(0, 1001, last, {"action": "value-1", "tags": [1]})]).write(tmp_path / "e.parquet", SIDES)
+    events = Log([(0, 1001, last, {"action": "value-1", "tags": [1]})]).write(tmp_path / "e.parquet", FEATURES)
     with pytest.raises(ExportError, match=f"{name} has another checksum"):
         refresh(tmp_path / "a", events, tmp_path / "b")
     assert not (tmp_path / "b").exists() and not list(tmp_path.glob(".b*"))
@@ -333,14 +338,14 @@ def test_a_bad_row_is_named_with_its_file(tmp_path, kind):
         refresh(tmp_path / "a", tmp_path / "logs", tmp_path / "b")
 
 
-def test_a_side_value_that_the_model_does_not_know_counts_as_unknown(tmp_path):
-    demo = replace(DEMO, sides=SIDES)
+def test_a_feature_value_that_the_model_does_not_know_counts_as_unknown(tmp_path):
+    demo = replace(DEMO, features=FEATURES)
     log = random_log(np.random.default_rng(0), demo, range(8), 20)
     export_of(tmp_path / "a", log, range(8), demo)
     last = max(row[2] for row in log.rows)
-    for name, value in (("known", 0), ("unknown", demo.side_rows)):
+    for name, value in (("known", 0), ("unknown", demo.feature_rows)):
         event = (1, 1001, last + 1, {"action": value, "tags": [1, value]})
-        refresh(tmp_path / "a", Log([event]).write(tmp_path / f"{name}.parquet", SIDES), tmp_path / name)
+        refresh(tmp_path / "a", Log([event]).write(tmp_path / f"{name}.parquet", FEATURES), tmp_path / name)
     known, unknown = (users_of(tmp_path / name)[1] for name in ("known", "unknown"))
     assert known.row["embedding"].tolist() == unknown.row["embedding"].tolist()
 
@@ -355,22 +360,22 @@ def test_an_empty_log_and_timestamps_as_dates(tmp_path):
 
 
 @pytest.mark.parametrize("texts", [(), ("user", "time")])
-def test_side_features_named_like_ours(tmp_path, texts):
-    sides = tuple(SideTable(name, multiple=False, pooling="sum") for name in ("user", "time"))
-    write_demo_export(tmp_path / "a", replace(DEMO, sides=sides, text_sides=texts))
+def test_features_named_like_ours(tmp_path, texts):
+    features = tuple(Feature(name, multiple=False, pooling="sum") for name in ("user", "time"))
+    write_demo_export(tmp_path / "a", replace(DEMO, features=features, text_features=texts))
     time = Bundle.open(tmp_path / "a").manifest.as_of
     value = "value-3" if texts else 3
     events = Log([(7, 1001, time, {"user": value, "time": value}), (99, 1002, time, {"user": value, "time": value})])
-    refresh(tmp_path / "a", events.write(tmp_path / "e.parquet", sides), tmp_path / "b")
+    refresh(tmp_path / "a", events.write(tmp_path / "e.parquet", features), tmp_path / "b")
     found = users_of(tmp_path / "b")
     assert len(found) == DEMO.users + 1 and found[99].history.times.tolist() == [time]
     for user in (7, 99):
-        assert [found[user].history.sides[side.name][-1] for side in sides] == [3, 3]
+        assert [found[user].history.features[feature.name][-1] for feature in features] == [3, 3]
 
 
 def test_events_keep_the_digest_that_earlier_exports_have_written_down(tmp_path):
-    export_of(tmp_path / "a", Log(), range(3), replace(DEMO, sides=SIDES[:1]))
-    events = Log([(1, 1001, START, {"action": 4})]).write(tmp_path / "e.parquet", SIDES[:1])
+    export_of(tmp_path / "a", Log(), range(3), replace(DEMO, features=FEATURES[:1]))
+    events = Log([(1, 1001, START, {"action": 4})]).write(tmp_path / "e.parquet", FEATURES[:1])
     table, sink = pa.table({"user": [1], "item": [1001], "time": [START], "action": [4]}), pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as writer:
         writer.write_table(table)
@@ -379,14 +384,14 @@ def test_events_keep_the_digest_that_earlier_exports_have_written_down(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "1,1001,{last},,\n"])
-def test_a_csv_without_side_values(tmp_path, text):
-    demo = replace(DEMO, sides=SIDES)
+def test_a_csv_without_feature_values(tmp_path, text):
+    demo = replace(DEMO, features=FEATURES)
     log = random_log(np.random.default_rng(0), demo, range(8), 20)
     export_of(tmp_path / "a", log, range(8), demo)
     last = max(row[2] for row in log.rows)
     (tmp_path / "e.csv").write_text("user_id,item_id,timestamp,action,tags\n" + text.format(last=last))
     assert refresh(tmp_path / "a", tmp_path / "e.csv", tmp_path / "b").touched_users == bool(text)
-    new = without_sides([(1, 1001, last, {})] if text else [])
+    new = without_features([(1, 1001, last, {})] if text else [])
     check_equals_full_export(tmp_path / "b", [log, new], demo, range(8))
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from fastapi.testclient import TestClient
 
-from fuxi_torchrec.events.features import SideTable
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.http.service import create_app
 from fuxi_torchrec.serving.options import Limits
@@ -96,7 +96,12 @@ def test_the_servers_clock_is_the_default(client):
         ("/append", '{"events": []}', 422, "events"),
         ("/append", '{"events": [' + ",".join(['{"user_id":1,"item_id":1,"timestamp":1}'] * 21) + "]}", 422, "20"),
         ("/append", '{"events": [{"user_id": 1, "item_id": 1, "timestamp": -4}]}', 422, "timestamp"),
-        ("/append", '{"events": [{"user_id": 1, "item_id": 1, "timestamp": 5, "sides": {"a": 1}}]}', 422, "sides.a"),
+        (
+            "/append",
+            '{"events": [{"user_id": 1, "item_id": 1, "timestamp": 5, "features": {"a": 1}}]}',
+            422,
+            "features.a",
+        ),
         ("/recommend-history", '{"events": [{"item_id": 1}]}', 422, "timestamp"),
         ("/recommend-history", '{"events": [{"item_id": 1, "timestamp": 1700000000000000}]}', 422, "microseconds"),
         ("/forget", '{"user_ids": [null]}', 422, "user_ids"),
@@ -230,21 +235,21 @@ def test_text_ids(tmp_path):
             assert answer.status_code == 422 and "user_id" in answer.json()["detail"]
 
 
-def test_side_features_may_have_any_name(tmp_path):
-    names = ("_action", "_tags", "copy", "side_0", "model_config")
-    sides = tuple(SideTable(name, multiple=name == "_tags", pooling="sum") for name in names)
-    write_demo_export(tmp_path / "x", DemoExport(items=30, users=5, sides=sides, text_sides=("copy",)))
+def test_features_may_have_any_name(tmp_path):
+    names = ("_action", "_tags", "copy", "feature_0", "model_config")
+    features = tuple(Feature(name, multiple=name == "_tags", pooling="sum") for name in names)
+    write_demo_export(tmp_path / "x", DemoExport(items=30, users=5, features=features, text_features=("copy",)))
     recommender = Recommender.load(tmp_path / "x")
-    given = {"_action": 3, "_tags": [1, 2], "copy": "value-1", "side_0": 4}
+    given = {"_action": 3, "_tags": [1, 2], "copy": "value-1", "feature_0": 4}
     with TestClient(create_app(recommender)) as client:
-        event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client), "sides": given}
+        event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client), "features": given}
         assert client.post("/append", json={"events": [event]}).json()["accepted"] == 1
-        assert recommender.users.recent[3].raw[0].sides == given
-        described = client.get("/openapi.json").json()["components"]["schemas"]["Sides"]["properties"]
+        assert recommender.users.recent[3].raw[0].features == given
+        described = client.get("/openapi.json").json()["components"]["schemas"]["Features"]["properties"]
         assert list(described) == list(names)
-        event["sides"] = {"side_1": [1]}
+        event["features"] = {"feature_1": [1]}
         refused = client.post("/append", json={"events": [event]})
-        assert refused.status_code == 422 and "sides.side_1" in refused.json()["detail"]
+        assert refused.status_code == 422 and "features.feature_1" in refused.json()["detail"]
 
 
 # --- batching --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def plain_name(name: str) -> str | None:
         >>> plain_name("model.head.encoder.blocks.0.in_proj")
         'encoder.blocks.0.in_proj'
     """
-    if found := re.fullmatch(r"model\.(?:items|sides)\.embedding_bags\.([^.]+)\.weight", name):
+    if found := re.fullmatch(r"model\.(?:items|features)\.embedding_bags\.([^.]+)\.weight", name):
         return found[1]
     return name.removeprefix("model.head.") if name.startswith("model.head.encoder.") else None
 

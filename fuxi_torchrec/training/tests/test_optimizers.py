@@ -72,7 +72,7 @@ def test_a_warm_up_longer_than_the_training_is_only_a_warm_up():
 
 
 def plain_adamw(model, config):
-    """What is decayed, restated: matrices of the encoder, but no table of positions, and never item or side tables."""
+    """What is decayed, restated: matrices of the encoder, but no table of positions, never item or feature tables."""
     named = dict(model.named_parameters())
     tables = {n for n in named if "embedding_bags" in n}
     undecayed = {n for n, p in named.items() if p.ndim < 2 or n.endswith(("positions", "kernel"))}
@@ -222,7 +222,7 @@ def test_rowwise_adagrad_keeps_one_sum_a_table(workers):
         for names in workers(2).run(moments_of, "rowwise_adagrad", sharding):
             assert sorted(n.split(".")[-3] for n in names if n.endswith(".sum")) == [
                 "item_table",
-                "side_action",
-                "side_tags",
+                "feature_action",
+                "feature_tags",
             ]
             assert all(".embedding_bags." not in n for n in names if not n.endswith(".sum"))

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.data.dataset import Dataset, SideInfo
+from fuxi_torchrec.data.dataset import Dataset, Feature
 from fuxi_torchrec.data.prepare import prepare_synthetic
 from fuxi_torchrec.data.synthetic import SyntheticConfig
 from fuxi_torchrec.distributed import World
@@ -23,13 +23,13 @@ def info(tmp_path_factory):
     return Dataset.open(path).info
 
 
-def with_side(info):
-    return dataclasses.replace(info, sides=(SideInfo("action", multiple=False, cardinality=4, vocabulary=True),))
+def with_feature(info):
+    return dataclasses.replace(info, features=(Feature("action", multiple=False, rows=4, vocabulary=True),))
 
 
 def test_nothing_is_said_of_what_is_meant(info):
     assert remarks(load_config(None, EQUAL), info) == []
-    assert remarks(load_config(None, [*EQUAL, "tables.sides={action: {}}"]), with_side(info)) == []
+    assert remarks(load_config(None, [*EQUAL, "features.event={action: {}}"]), with_feature(info)) == []
 
 
 def test_positions_that_training_does_not_reach_are_named(info):
@@ -38,9 +38,9 @@ def test_positions_that_training_does_not_reach_are_named(info):
     assert "positions from 64 on" in remark
 
 
-def test_side_features_that_are_not_read_are_named(info):
-    (remark,) = remarks(load_config(None, EQUAL), with_side(info))
-    assert "does not read: action; name them in tables.sides" in remark
+def test_features_that_are_not_read_are_named(info):
+    (remark,) = remarks(load_config(None, EQUAL), with_feature(info))
+    assert "does not read: action; name them in features.event" in remark
 
 
 def test_in_batch_negatives_are_weighed_by_how_often_known_items_are_targets(tmp_path):

@@ -64,7 +64,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path):
 
 
 MODEL = "model.temporal_periods=[3600, 86400]"
-SAME = ["seed=3", MODEL, "tables.sides={action: {pooling: mean}}"]
+SAME = ["seed=3", MODEL, "features.event={action: {pooling: mean}}"]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_what_decides_the_result_must_stay_and_the_difference_is_shown(directory
         "model.dim=64",
         "optimizer.lr=0.5",
         "train.epochs=3",
-        "tables.sides={action: {pooling: sum}}",
+        "features.event={action: {pooling: sum}}",
     ]
     with pytest.raises(RunError) as refused:
         directory.check_config(load_config(None, changed))
@@ -90,15 +90,15 @@ def test_what_decides_the_result_must_stay_and_the_difference_is_shown(directory
     assert "  seed: 3 in the run, 4 now" in lines
     assert "  model.dim: 128 in the run, 64 now" in lines
     assert "  optimizer.lr: 0.001 in the run, 0.5 now" in lines
-    assert "  tables.sides.action.pooling: 'mean' in the run, 'sum' now" in lines
+    assert "  features.event.action.pooling: 'mean' in the run, 'sum' now" in lines
     assert "train.epochs" not in str(refused.value) and "--run-dir" in lines[-1]
     assert (directory.path / CONFIG).read_bytes() == before
 
 
-def test_a_side_feature_more_or_less_is_another_run(directory):
-    for sides in ("{}", "{action: {pooling: mean}, tags: {}}", "{tags: {pooling: mean}}"):
-        with pytest.raises(RunError, match=r"tables\.sides"):
-            directory.check_config(load_config(None, ["seed=3", MODEL, f"tables.sides={sides}"]))
+def test_a_feature_feature_more_or_less_is_another_run(directory):
+    for features in ("{}", "{action: {pooling: mean}, tags: {}}", "{tags: {pooling: mean}}"):
+        with pytest.raises(RunError, match=r"tables\.features"):
+            directory.check_config(load_config(None, ["seed=3", MODEL, f"features.event={features}"]))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_a_side_feature_more_or_less_is_another_run(directory):
         "data.num_workers=2",
         "batch.max_events_per_rank=100",
         "tables.sharding=data_parallel",
-        "tables.sides={action: {pooling: mean, sharding: row_wise}}",
+        "features.event={action: {pooling: mean, sharding: row_wise}}",
         "model.retention_chunk=8",
         "model.activation_checkpointing=true",
         "checkpoint.keep_last=7",
