@@ -123,11 +123,12 @@ def test_the_pinned_torch_comes_first_and_is_named_wherever_something_needs_it(v
 
 def dry_run(log, arguments):
     """What pip would install in an empty environment, by name; and the packages that it fetched on its way."""
-    report = ["--dry-run", "--ignore-installed", "--quiet", "--report", "-", "--log", str(log)]
-    command = [sys.executable, "-m", "pip", "install", *report, *arguments]
+    report = log.with_suffix(".json")
+    options = ["--dry-run", "--ignore-installed", "--quiet", "--report", str(report), "--log", str(log)]
+    command = [sys.executable, "-m", "pip", "install", *options, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["install"]
+    found = json.loads(report.read_text())["install"]
     fetched = re.findall(r"(?:Downloading|Using cached|Processing) \S*?([^/\s]+)\.(?:whl|tar\.gz)", log.read_text())
     return {each["metadata"]["name"].lower(): each["metadata"]["version"] for each in found}, fetched
 

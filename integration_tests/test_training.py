@@ -199,7 +199,7 @@ def test_init_from_over_features_that_have_more_values(workers, tmp_path):
         workers(2).run(feature_tables, tmp_path / "run-other", settings["other"], tmp_path / "run-first")
     one = [*settings["many"][:1], "features.event={size: {}}", "train.max_steps=1"]
     workers(2).run(runs.run, tmp_path / "run-one", one)
-    with pytest.raises(WorkerError, match=r"it has no table feature_kind: tables\.features must be the same"):
+    with pytest.raises(WorkerError, match=r"it has no table feature_kind: features\.event must be the same"):
         workers(2).run(feature_tables, tmp_path / "run-more", settings["many"], tmp_path / "run-one")
 
 

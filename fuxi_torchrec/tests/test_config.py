@@ -50,7 +50,7 @@ def test_the_command_reports_bad_settings(capsys):
 
 
 @pytest.mark.parametrize("written", ["{action: }", "{action: null, tags: {pooling: mean}}", "{action: {}}"])
-def test_a_feature_feature_without_settings_has_the_defaults(written):
+def test_a_feature_without_settings_has_the_defaults(written):
     features = config.load_config(overrides=[f"features.event={written}"]).features.event
     assert features["action"] == config.FeatureConfig()
 

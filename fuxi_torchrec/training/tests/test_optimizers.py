@@ -221,8 +221,8 @@ def test_rowwise_adagrad_keeps_one_sum_a_table(workers):
     for sharding in ("row_wise", "data_parallel", ("row_wise", "data_parallel", "row_wise")):
         for names in workers(2).run(moments_of, "rowwise_adagrad", sharding):
             assert sorted(n.split(".")[-3] for n in names if n.endswith(".sum")) == [
-                "item_table",
                 "feature_action",
                 "feature_tags",
+                "item_table",
             ]
             assert all(".embedding_bags." not in n for n in names if not n.endswith(".sum"))

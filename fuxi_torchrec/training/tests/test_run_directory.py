@@ -95,9 +95,9 @@ def test_what_decides_the_result_must_stay_and_the_difference_is_shown(directory
     assert (directory.path / CONFIG).read_bytes() == before
 
 
-def test_a_feature_feature_more_or_less_is_another_run(directory):
+def test_a_feature_more_or_less_is_another_run(directory):
     for features in ("{}", "{action: {pooling: mean}, tags: {}}", "{tags: {pooling: mean}}"):
-        with pytest.raises(RunError, match=r"tables\.features"):
+        with pytest.raises(RunError, match=r"features\.event"):
             directory.check_config(load_config(None, ["seed=3", MODEL, f"features.event={features}"]))
 
 
