@@ -5,18 +5,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchx.runner import get_runner
+from torchx.schedulers.local_scheduler import SignalException
+
+from fuxi_torchrec.config import load_config
 from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.strict_yaml import ConfigError
 from pipelines.daily import config as daily_config
 from pipelines.daily.config import DailyConfig
 from pipelines.daily.jobs import LOCAL, TorchXJobs
 from pipelines.daily.loop import FAILED, Daily
-from pipelines.daily.state import DailyError, Layout, Releases, locked
+from pipelines.daily.state import LOCK, DailyError, locked
 from pipelines.daily.status import dry_run, status
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="python -m pipelines.daily",
         description="The production loop: a day's log to a published export, each stage a TorchX job.",
@@ -37,71 +40,53 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is due; see ``parser`` for the exit codes."""
-    command = parser()
+    """Run what is due; the exit codes are those of the epilog."""
+    command = _parser()
     options = command.parse_args(arguments)
     if options.dryrun and (options.status or (options.skip, options.unskip, options.rollback) != (None, None, None)):
         command.error("--dryrun shows jobs: it goes with --day, --redo or nothing")
     setup_logging("warning")
     try:
         config = daily_config.load(options.config, options.overrides)
-        if options.status:
-            print(status(config))
-            return 0
-        if options.rollback is not None:
-            day = None if options.rollback is True else options.rollback
-            old, new = Releases(Layout(Path(config.root).absolute())).roll_back(day)
-            print(f"day {new} is published, day {old} is not any more")
-            return 0
-        return _run(config, options)
+        with get_runner() as runner:
+            known = runner.scheduler_backends()
+            if options.scheduler not in known:
+                raise DailyError(f"--scheduler {options.scheduler}: one of {', '.join(known)}")
+            jobs = TorchXJobs(runner, options.scheduler, config.jobs, Path(config.root).absolute())
+            daily = Daily(config, jobs)
+            if options.status:
+                print(status(daily))
+                return 0
+            if options.rollback is not None:
+                old, new = daily.releases.roll_back(None if options.rollback is True else options.rollback)
+                print(f"day {new} is published, day {old} is not any more")
+                return 0
+            check_training(config, local=options.scheduler in LOCAL)
+            day = options.day if options.day is not None else options.redo
+            if options.dryrun:
+                dry_run(daily, day)
+                return 0
+            with locked(jobs.root / LOCK, "the pipeline"):
+                return _run(Daily(config, jobs), options, day)  # the state as it is now
     except (ConfigError, DailyError) as error:
         print(error, file=sys.stderr)
-        return FAILED
     except OSError as error:  # a full disk, a root that may not be written
         print(f"{error}; mend it, and run again: it goes on where it was", file=sys.stderr)
-        return FAILED
-
-
-def _run(config: DailyConfig, options: argparse.Namespace) -> int:
-    from torchx.runner import get_runner
-    from torchx.schedulers.local_scheduler import SignalException
-
-    check_training(config, local=options.scheduler in LOCAL)
-    root = Path(config.root).absolute()
-    try:
-        with get_runner() as runner:
-            if options.scheduler not in runner.scheduler_backends():
-                raise DailyError(f"--scheduler {options.scheduler}: one of {', '.join(runner.scheduler_backends())}")
-            jobs = TorchXJobs(runner, options.scheduler, config.jobs, root)
-            if options.dryrun:
-                daily = Daily(config, jobs)
-                named = options.day if options.day is not None else options.redo
-                days = [named] if named is not None else daily.pending()
-                if not days:
-                    print("nothing to do")
-                for day in days[:1]:
-                    dry_run(daily, jobs, day)
-                return 0
-            with locked(Layout(root).lock, "the pipeline"):
-                return _run_days(Daily(config, jobs), options)
     except (KeyboardInterrupt, SignalException) as error:
-        number = int(getattr(error, "sigval", 2))
         print("stopped; run again to continue where it was", file=sys.stderr)
-        return 128 + number
+        return 128 + int(getattr(error, "sigval", 2))
+    return FAILED
 
 
-def _run_days(daily: Daily, options: argparse.Namespace) -> int:
+def _run(daily: Daily, options: argparse.Namespace, day: str | None) -> int:
     daily.note_published()
-    if options.skip is not None:
-        daily.skip(options.skip)
-        return 0
-    if options.unskip is not None:
-        daily.unskip(options.unskip)
-        return 0
+    for given, change in ((options.skip, daily.skip), (options.unskip, daily.unskip)):
+        if given is not None:
+            change(given)
+            return 0
     if options.redo is not None:
         daily.forget(options.redo)
-        return daily.run([options.redo])
-    days = [options.day] if options.day is not None else daily.pending()
+    days = [day] if day is not None else daily.pending()
     if not days:
         current = daily.releases.current()
         print(f"nothing to do: {f'day {current.day} is published' if current else 'there is no log yet'}")
@@ -112,8 +97,6 @@ def check_training(config: DailyConfig, local: bool) -> None:
     """Refuse a training config that would fail hours later; on a cluster it may exist in the image only."""
     if not local and not Path(config.train.config).exists():
         return
-    from fuxi_torchrec.config import load_config
-
     experiment = load_config(config.train.config, [*config.train.settings, *config.train.first_settings])
     if experiment.data.time_unit != config.logs.time_unit:
         raise DailyError(

@@ -77,7 +77,7 @@ class GateConfig:
     """When a day's model is published."""
 
     metric: str = _key("ndcg@10", "as the evaluation names it")
-    request_time: Literal["last", "target"] = _key("last", "when the model is asked; last is as in serving")
+    request_time: Literal["last", "target"] = _key("last", "when the model is queried; last is as in serving")
     max_fall: float = _key(0.05, "publish unless the metric is lower by more than this share of the published one's")
     floor: float | None = _key(None, "and never below this value")
     against: Literal["recorded", "same_data"] = _key(
@@ -100,15 +100,15 @@ class ExportStageConfig:
 class JobsConfig:
     """How TorchX runs the stages."""
 
-    processes: str = _key("1x2", "nodes x processes per node of training, evaluation and export")
+    processes: str = _key("1x2", "nodes x ranks per node of training, evaluation and export")
     image: str = _key(IMAGE, "container image, for clusters")
     cpu: int = _key(2, "cores per node")
     gpu: int = _key(0, "GPUs per node")
     mem_mb: int = _key(8192, "memory per node in MB")
     host: str | None = _key(None, "named resource; replaces cpu, gpu and mem_mb")
-    threads: int = _key(1, "OMP threads per process")
+    threads: int = _key(1, "OMP threads per rank")
     restarts: int = _key(3, "torchrun restarts all workers so often when one fails")
-    relaunches: int = _key(3, "a training job that was asked to leave is launched again so often")
+    relaunches: int = _key(3, "a preempted training job is launched again so often")
     timeout_minutes: float = _key(1440.0, "a job that takes longer is cancelled and has failed")
     poll_seconds: float = _key(2.0, "between looks at a job")
     environment: dict[str, str] = field(default_factory=dict, metadata={"help": "more variables of the jobs"})
@@ -119,7 +119,7 @@ class JobsConfig:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"(\d+:)?\d+x\d+", self.processes):
-            raise ValueError(f"processes is nodes x processes per node, such as 1x2 or 2x8, not {self.processes!r}")
+            raise ValueError(f"processes is nodes x ranks per node, such as 1x2 or 2x8, not {self.processes!r}")
         if not self.timeout_minutes > 0 or not self.poll_seconds > 0:
             raise ValueError("timeout_minutes and poll_seconds must be positive")
         if self.relaunches < 0 or self.restarts < 0:
@@ -149,10 +149,5 @@ def load(path: str | None = None, overrides: Sequence[str] = ()) -> DailyConfig:
     return strict_yaml.load(DailyConfig, path, overrides)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a configuration, every default included."""
-    return strict_yaml.print_main(DailyConfig, "python -m pipelines.daily.config", arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(strict_yaml.print_main(DailyConfig, "python -m pipelines.daily.config"))

@@ -4,15 +4,19 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchx.runner import config as torchx_config
+from torchx.schedulers.local_scheduler import SignalException
+from torchx.specs import AppState, AppStatus
+
 from fuxi_torchrec.artifacts import is_locked
 from pipelines import components
 from pipelines.daily.config import JobsConfig
-from pipelines.daily.state import STATE, DailyError, Layout, StageError
+from pipelines.daily.state import STATE, DailyError, StageError
 
 LOCAL = ("local_cwd", "local")
 _TAIL = 12
@@ -22,11 +26,9 @@ _GRACE_SECONDS = 120.0  # for a cancelled job to save and leave
 
 @dataclass(frozen=True)
 class Job:
-    """A stage of a day as a command.
+    """A stage of a day as a command, on a group of ranks by torchrun or as one process.
 
-    Attributes:
-        grouped: on a group of ranks by torchrun; else one process.
-        lock: a file that the job holds a lock on while it works, where it has an output that only one may write.
+    ``lock`` is a file that the job locks while it works, where it has an output that only one may write.
     """
 
     day: str
@@ -39,66 +41,41 @@ class Job:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended.
+    """How a job ended: what it says of a failure, where its output is, whether it was stopped for good."""
 
-    Attributes:
-        message: what it says of its failure.
-        logs: where its output is.
-        cancelled: it was stopped for good, by this pipeline or by a person.
-    """
-
-    succeeded: bool
     message: str = ""
     logs: str | None = None
     cancelled: bool = False
 
 
 class TorchXJobs:
-    """Jobs through TorchX's Runner.
-
-    Args:
-        runner: of ``torchx.runner.get_runner``.
-        scheduler: local_cwd, slurm, kubernetes, ...
-        config: how jobs run.
-        root: of the pipeline; logs of local jobs are kept in its ``jobs``.
-    """
+    """Jobs through TorchX's Runner; the logs of local ones are kept in ``jobs`` below the pipeline's root."""
 
     def __init__(self, runner: Any, scheduler: str, config: JobsConfig, root: Path) -> None:
         self.runner, self.scheduler, self.config, self.root = runner, scheduler, config, root
 
-    # --- what is submitted -------------------------------------------------------------------------------------------
+    def request(self, job: Job) -> Any:
+        """What would be submitted, printable; a job that cannot be made is refused."""
+        what_to_do = "see jobs.processes, host, mounts, scheduler_options"
+        with _as_stage_error(f"{job.stage}: no job for {self.scheduler} can be made", what_to_do):
+            return self.runner.dryrun(self._app(job), self.scheduler, self._options())
 
-    def app(self, job: Job) -> Any:
-        """The AppDef."""
-        config, name = self.config, f"{job.stage}-{job.day}"
+    def _app(self, job: Job) -> Any:
+        config = self.config
         env = dict(config.environment)
         if self.scheduler in LOCAL:
             env["PATH"] = str(Path(sys.executable).parent)  # TorchX puts it before the rest
-        common: dict[str, Any] = {
-            "module": job.module,
-            "image": config.image,
-            "cpu": config.cpu,
-            "mem_mb": config.mem_mb,
-            "host": config.host,
-            "env": env,
-            "mounts": [part for mount in config.mounts for part in mount.split(",")] or None,
-        }
+        common: dict[str, Any] = {name: getattr(config, name) for name in ("image", "cpu", "mem_mb", "host")}
+        common |= {"module": job.module, "env": env}
+        common["mounts"] = [part for mount in config.mounts for part in mount.split(",")] or None
+        name = f"daily-{job.stage}-{job.day}"
         if not job.grouped:
-            return components.single(*job.arguments, name=f"daily-{name}", **common)
-        return components.group(
-            *job.arguments,
-            name=f"daily/daily-{name}",
-            j=config.processes,
-            gpu=config.gpu,
-            threads=config.threads,
-            restarts=config.restarts,
-            **common,
-        )
+            return components.single(*job.arguments, name=name, **common)
+        common |= {key: getattr(config, key) for key in ("gpu", "threads", "restarts")}
+        return components.group(*job.arguments, name=f"daily/{name}", j=config.processes, **common)
 
-    def options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         """Of the scheduler: the config's, then those of .torchxconfig."""
-        from torchx.runner import config as torchx_config
-
         known = self.runner.scheduler_run_opts(self.scheduler)
         given: dict[str, Any] = {}
         for key, value in self.config.scheduler_options.items():
@@ -107,23 +84,9 @@ class TorchXJobs:
                 raise DailyError(f"jobs.scheduler_options: {self.scheduler} has no option {key}; it has {names}")
             given |= known.cfg_from_str(f"{key}={value}")
         if self.scheduler in LOCAL:
-            given.setdefault("log_dir", str(Layout(self.root).jobs))
+            given.setdefault("log_dir", str(self.root / "jobs"))
         torchx_config.apply(self.scheduler, given)
-        return dict(given)
-
-    def request(self, job: Job) -> Any:
-        """What would be submitted; printable."""
-        with _as_stage_error(
-            f"{job.stage}: no job for {self.scheduler} can be made",
-            "see jobs.processes, host, mounts, scheduler_options",
-        ):
-            return self.runner.dryrun(self.app(job), self.scheduler, self.options())
-
-    def check(self, job: Job) -> None:
-        """Refuse a job that could not be submitted."""
-        self.request(job)
-
-    # --- running -----------------------------------------------------------------------------------------------------
+        return given
 
     def submit(self, job: Job) -> str:
         """Start a job; its handle."""
@@ -133,18 +96,21 @@ class TorchXJobs:
 
     def follow(self, job: Job, handle: str) -> Ended:
         """Wait for its end; cancelled if it takes too long."""
-        for _ in self._ticks():
-            status = self._status(handle)
-            if status is None:
-                return Ended(False, f"{self.scheduler} does not know {handle} any more")
-            if status.is_terminal():
-                return self._ended(handle, status)
-        return self._cancel(job, handle)
+        return self._poll(lambda: self._ended(handle), self.config.timeout_minutes * 60) or self._cancel(job, handle)
+
+    def _ended(self, handle: str) -> Ended | None:
+        status = self._status(handle)
+        if status is None:
+            return Ended(f"{self.scheduler} does not know {handle} any more")
+        if not status.is_terminal():
+            return None
+        place = status.ui_url.removeprefix("file://") if status.ui_url else f"torchx log {handle}"
+        name = status.state.name
+        message = "" if name == "SUCCEEDED" else _error(status) or _tail(Path(place)) or f"ended as {name}"
+        return Ended(message, place, cancelled=name == "CANCELLED")
 
     def _cancel(self, job: Job, handle: str) -> Ended:
         """Stop a job that takes too long; workers outlive torchrun for a while, and nothing may begin beside them."""
-        from torchx.schedulers.local_scheduler import SignalException
-
         late = f"cancelled after {self.config.timeout_minutes:g} minutes (jobs.timeout_minutes)"
         try:
             self.runner.cancel(handle)
@@ -152,52 +118,41 @@ class TorchXJobs:
             raise
         except Exception as error:
             late = f"{late}, but {self.scheduler} says {error!r}"
-        for _ in self._ticks(_GRACE_SECONDS):
-            alive = self._alive(job, handle)
-            if not alive:
-                return Ended(False, late, cancelled=True)
-        raise DailyError(f"{job.stage} was {late} and still runs: {alive}; stop it, and run again")
+        if self._poll(lambda: not self._alive(job, handle), _GRACE_SECONDS):
+            return Ended(late, cancelled=True)
+        raise DailyError(f"{job.stage} was {late} and still runs: {self._alive(job, handle)}; stop it, and run again")
 
     def wait_for_earlier(self, job: Job, handle: str | None) -> bool:
         """Wait for a job that an earlier pipeline started, on this machine or a cluster; whether there was one."""
-        found, told = False, False
-        for _ in self._ticks():
-            alive = self._alive(job, handle)
-            if not alive:
-                return found
-            found = True
-            if not told:
-                print(f"  {job.stage} of day {job.day} still runs: {alive}; waiting for it", flush=True)
-                told = True
-        raise DailyError(
-            f"day {job.day}: {job.stage} of an earlier pipeline still runs after {self.config.timeout_minutes:g} "
-            f"minutes: {alive}; stop it, and run again"
-        )
+        alive = self._alive(job, handle)
+        if not alive:
+            return False
+        print(f"  {job.stage} of day {job.day} still runs: {alive}; waiting for it", flush=True)
+        if not self._poll(lambda: not self._alive(job, handle), self.config.timeout_minutes * 60):
+            raise DailyError(
+                f"day {job.day}: {job.stage} of an earlier pipeline still runs after "
+                f"{self.config.timeout_minutes:g} minutes: {alive}; stop it, and run again"
+            )
+        return True
 
     def _alive(self, job: Job, handle: str | None) -> str:
         """What of a job still runs, in words; nothing if nothing does. Another pipeline's local one has a lock."""
-        status = self._status_if_known(handle) if handle is not None else None
+        status = self._status(handle) if handle is not None else None
+        for _ in range(_PATIENCE):
+            # Slurm says it of a job without a row in its accounting; Kubernetes of one that it has not looked at yet.
+            if status is None or status.state.name != "UNKNOWN" or not str(handle).startswith("slurm:"):
+                break
+            time.sleep(self.config.poll_seconds)
+            status = self._status(str(handle))
+        else:
+            status = None  # forgotten
         if status is not None and not status.is_terminal():
             return str(handle)
         return f"{job.lock} is locked" if job.lock is not None and is_locked(job.lock) else ""
 
-    def _status_if_known(self, handle: str) -> Any:
-        """Of a job submitted long ago; None if the scheduler has forgotten it."""
-        for _ in range(_PATIENCE):
-            status = self._status(handle)
-            # Slurm says it of a job without a row in its accounting; Kubernetes of one that it has not looked at yet.
-            if status is None or status.state.name != "UNKNOWN" or not handle.startswith("slurm:"):
-                return status
-            time.sleep(self.config.poll_seconds)
-        return None
-
     def _status(self, handle: str) -> Any:
-        """Of a job, None if there is none; a scheduler that does not answer is asked again."""
-        from torchx.schedulers.local_scheduler import SignalException
-        from torchx.specs import AppState, AppStatus
-
-        asked = 0
-        while True:
+        """Of a job, None if there is none; a scheduler that does not answer is queried again."""
+        for _ in range(_PATIENCE):
             try:
                 return self.runner.status(handle)
             except SignalException:
@@ -207,36 +162,26 @@ class TorchXJobs:
                     return AppStatus(AppState.CANCELLED, msg=str(error))
                 if getattr(error, "status", None) == 404:  # Kubernetes of a job that was deleted
                     return None
-                asked += 1
-                if asked == _PATIENCE:
-                    raise DailyError(
-                        f"{self.scheduler} does not say how {handle} is: {error!r}; it may still run. Run again to go "
-                        f"on with it; if it surely does not run, set this job to null in {self.root / STATE} first"
-                    ) from error
+                problem = repr(error)
             time.sleep(self.config.poll_seconds)
+        raise DailyError(
+            f"{self.scheduler} does not say how {handle} is: {problem}; it may still run. Run again to go on with it; "
+            f"if it surely does not run, set this job to null in {self.root / STATE} first"
+        )
 
-    def _ticks(self, seconds: float | None = None) -> Iterator[None]:
-        """Until the time is up, by default a job's."""
-        deadline = time.monotonic() + (self.config.timeout_minutes * 60 if seconds is None else seconds)
-        while True:
-            yield
+    def _poll(self, look: Callable[[], Any], seconds: float) -> Any:
+        """What is looked for as soon as it is there; None when the time is up."""
+        deadline = time.monotonic() + seconds
+        while not (found := look()):
             if time.monotonic() > deadline:
-                return
+                return None
             time.sleep(self.config.poll_seconds)
-
-    def _ended(self, handle: str, status: Any) -> Ended:
-        place = status.ui_url.removeprefix("file://") if status.ui_url else f"torchx log {handle}"
-        if status.state.name == "SUCCEEDED":
-            return Ended(True, logs=place)
-        message = _error(status) or tail(Path(place)) or f"ended as {status.state.name}"
-        return Ended(False, message, place, cancelled=status.state.name == "CANCELLED")
+        return found
 
 
 @contextlib.contextmanager
 def _as_stage_error(what: str, to_do: str) -> Iterator[None]:
     """Whatever TorchX and its schedulers raise, in words."""
-    from torchx.schedulers.local_scheduler import SignalException
-
     try:
         yield
     except (SignalException, DailyError):
@@ -249,13 +194,12 @@ def _error(status: Any) -> str:
     """The error that torchrun has reported of the worker that failed first."""
     with contextlib.suppress(json.JSONDecodeError, KeyError, TypeError):
         message = json.loads(status.structured_error_msg)["message"]
-        text = message["message"] if isinstance(message, dict) else message
-        return str(text).strip()
+        return str(message["message"] if isinstance(message, dict) else message).strip()
     return ""
 
 
-def tail(directory: Path) -> str:
+def _tail(directory: Path) -> str:
     """The last lines that a local job wrote to its standard error."""
-    files = sorted(directory.glob("*/*/stderr.log")) if directory.is_dir() else []
+    files = sorted(directory.glob("*/*/stderr.log"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines() if line.strip()]
     return "\n".join(lines[-_TAIL:])

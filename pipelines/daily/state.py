@@ -24,11 +24,11 @@ from typing import Any, Literal
 from fuxi_torchrec.artifacts import lock, sync, write_atomically
 
 VERSION = 1
-STATE, LOCK, POINTER_LOCK, PUBLISHED, RELEASE = "state.json", ".lock", ".pointer.lock", "published", "release.json"
+STATE, LOCK, RELEASE = "state.json", ".lock", "release.json"
 ROLLED_BACK = "rolled_back"  # beside release.json: when the pointer left the day for another
 
 DayStatus = Literal["waiting", "running", "failed", "rejected", "published", "skipped"]
-StageStatus = Literal["waiting", "running", "failed", "finished"]
+StageStatus = Literal["running", "failed", "finished"]
 
 
 class DailyError(RuntimeError):
@@ -36,7 +36,7 @@ class DailyError(RuntimeError):
 
 
 class StageError(DailyError):
-    """A stage that did not give what it should."""
+    """A stage that has failed; after another error its job may still run."""
 
 
 def now() -> str:
@@ -49,25 +49,14 @@ def locked(path: Path, what: str, wait_seconds: float = 0.5) -> Iterator[None]:
     """Hold a lock; the system lets go when the process ends, however it ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
+        file.seek(0)
         if not lock(file, wait_seconds):
-            file.seek(0)
             holder = file.read().strip() or "another process"
             raise DailyError(f"{path.parent}: {what} is locked by {holder}: wait for it, or stop it")
-        file.seek(0)
         file.truncate()
         file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
         yield
-
-
-# --- where things are ------------------------------------------------------------------------------------------------
-
-
-def place_of(parent: Path, day: str) -> Path:
-    """Where something of a day is; a name that would lead elsewhere is refused."""
-    if day in ("", ".", "..") or "/" in day:
-        raise DailyError(f"{day!r} cannot be a day's name")
-    return parent / day
 
 
 @dataclass(frozen=True)
@@ -77,58 +66,31 @@ class Layout:
     root: Path
 
     def inputs(self, day: str) -> Path:
-        """Links to logs."""
-        return place_of(self.root / "inputs", day)
+        return self._of("inputs", day)
 
     def data(self, day: str) -> Path:
-        """The dataset."""
-        return place_of(self.root / "data", day)
+        return self._of("data", day)
 
     def run(self, day: str) -> Path:
-        """The training run."""
-        return place_of(self.root / "runs", day)
+        return self._of("runs", day)
 
     def export(self, day: str) -> Path:
-        """The export."""
-        return place_of(self.root / "exports", day)
+        return self._of("exports", day)
 
-    @property
-    def jobs(self) -> Path:
-        """Logs of local jobs."""
-        return self.root / "jobs"
+    def release(self, day: str) -> Path:
+        return self._of("releases", day)
 
-    @property
-    def lock(self) -> Path:
-        """Held by the pipeline that runs."""
-        return self.root / LOCK
-
-    def set_aside(self, day: str) -> None:
-        """Take what a day has made from its place; the last stage's first, so that what stays belongs together."""
-        for path, gone in self._made(day):
-            if path.exists():
-                shutil.rmtree(gone, ignore_errors=True)
-                os.rename(path, gone)  # never half a dataset under its own name
-
-    def remove_aside(self, day: str) -> None:
-        """Remove what was set aside."""
-        for _, gone in self._made(day):
-            if gone.exists():
-                shutil.rmtree(gone)
-
-    def _made(self, day: str) -> list[tuple[Path, Path]]:
-        """What a day has made, and where it is set aside."""
-        made = (self.export(day), self.run(day), self.data(day), self.inputs(day))
-        return [(path, path.with_name(f".{path.name}.removed")) for path in made]
-
-
-# --- what has been done ----------------------------------------------------------------------------------------------
+    def _of(self, kind: str, day: str) -> Path:
+        if day in ("", ".", "..") or "/" in day:
+            raise DailyError(f"{day!r} cannot be a day's name")  # it would lead elsewhere
+        return self.root / kind / day
 
 
 @dataclass
 class Stage:
     """One stage of a day."""
 
-    status: StageStatus = "waiting"
+    status: StageStatus = "running"
     attempts: int = 0
     started: str | None = None
     finished: str | None = None
@@ -140,43 +102,25 @@ class Stage:
 
 @dataclass
 class Day:
-    """One day: where it began, what was done, how it ended.
-
-    Attributes:
-        kind: a new model, or the published one with new events.
-        base: the day that was published when this one began.
-        metrics: of its model.
-        reason: why it failed, was rejected or was published.
-        before_skip: status and reason of a day that is skipped now.
-    """
+    """One day: what it began from, what was done, how it ended."""
 
     status: DayStatus = "waiting"
-    kind: Literal["train", "refresh"] = "train"
-    base: str | None = None
+    kind: Literal["train", "refresh"] = "train"  # a new model, or the published one with new events
+    base: str | None = None  # the day that was published when this one began
     stages: dict[str, Stage] = field(default_factory=dict)
     metrics: dict[str, Any] | None = None
-    reason: str | None = None
-    before_skip: tuple[DayStatus, str | None] | None = None
-
-    def stage(self, name: str) -> Stage:
-        """Made if it is not there."""
-        return self.stages.setdefault(name, Stage())
+    reason: str | None = None  # why it failed, was rejected or was published
+    before_skip: tuple[DayStatus, str | None] | None = None  # status and reason of a day that is skipped now
 
 
 class State:
-    """Every day's stages, in a file that is whole at any moment.
-
-    Args:
-        root: of the pipeline.
-    """
+    """Every day's stages, in a file that is whole at any moment."""
 
     def __init__(self, root: Path) -> None:
         self.path = root / STATE
         self.days: dict[str, Day] = {}
-        if self.path.exists():
-            self._read()
-
-    def _read(self) -> None:
+        if not self.path.exists():
+            return
         try:
             plain = json.loads(self.path.read_text())
             if plain["version"] != VERSION:
@@ -191,90 +135,68 @@ class State:
             ) from None
 
     def save(self) -> None:
-        """Write it down."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         plain = {"version": VERSION, "days": {name: dataclasses.asdict(day) for name, day in self.days.items()}}
         write_atomically(self.path, json.dumps(plain, indent=1) + "\n")
 
-    def day(self, name: str) -> Day:
-        """Made if it is not there."""
-        return self.days.setdefault(name, Day())
+    def look(self, day: str) -> Day:
+        """A day's record; a new one is not kept."""
+        return self.days.get(day, Day())
 
     def start(self, day: str, stage: str) -> Stage:
         """A stage begins, or begins again."""
-        found = self.day(day).stage(stage)
-        found.status, found.started, found.finished, found.seconds = "running", now(), None, None
-        found.job = found.logs = found.message = None
-        found.attempts += 1
+        stages = self.days[day].stages
+        stages[stage] = Stage("running", stages.get(stage, Stage()).attempts + 1, now())
         self.save()
-        return found
+        return stages[stage]
 
     def end(self, day: str, stage: str, status: StageStatus, message: str | None = None) -> None:
-        """A stage is done with."""
-        found = self.day(day).stage(stage)
+        found = self.days[day].stages.setdefault(stage, Stage())
         found.status, found.finished, found.message = status, now(), message
         if found.started is not None:
-            began, ended = datetime.fromisoformat(found.started), datetime.fromisoformat(found.finished)
-            found.seconds = (ended - began).total_seconds()
+            took = datetime.fromisoformat(found.finished) - datetime.fromisoformat(found.started)
+            found.seconds = took.total_seconds()
         self.save()
 
-
-# --- what is published -----------------------------------------------------------------------------------------------
+    def close(self, day: str, status: DayStatus, reason: str | None) -> None:
+        self.days[day].status, self.days[day].reason = status, reason
+        self.save()
 
 
 @dataclass(frozen=True)
 class Release:
-    """What publishing a day meant; never changed afterwards.
+    """What publishing a day meant; never changed afterwards."""
 
-    Attributes:
-        day: its name; the export is of this day.
-        trained: the day of the model; an earlier one if the export was only refreshed.
-        metrics: of the model.
-        previous: what was published before.
-        at: when it was made.
-    """
-
-    day: str
-    trained: str
+    day: str  # of the export
+    trained: str  # the day of the model; an earlier one if the export was only refreshed
     metrics: dict[str, Any]
-    previous: str | None = None
+    previous: str | None = None  # what was published before
     at: str = field(default_factory=now)
 
 
 class Releases:
-    """Days that were published, and which of them is now.
-
-    Args:
-        layout: of the pipeline.
-    """
+    """Days that were published, and which of them is now."""
 
     def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.directory, self.pointer = layout.root / "releases", layout.root / PUBLISHED
+        self.layout, self.pointer = layout, layout.root / "published"
 
     def ever(self) -> set[str]:
         """Days that the pointer is known to have been at; a release written just before a stop may be at none."""
-        left = self.directory.glob(f"*/{ROLLED_BACK}") if self.directory.exists() else ()
-        return {*self.line(), *(path.parent.name for path in left)}
+        return {*self.line(), *(path.parent.name for path in self.layout.root.glob(f"releases/*/{ROLLED_BACK}"))}
 
     def read(self, day: str) -> Release:
-        """The release of a day."""
-        path = place_of(self.directory, day) / RELEASE
+        path = self.layout.release(day) / RELEASE
         try:
             return Release(**json.loads(path.read_text()))
         except FileNotFoundError:
-            there = ", ".join(sorted(p.parent.name for p in self.directory.glob(f"*/{RELEASE}"))) or "none"
-            raise DailyError(f"day {day} was never published; published were: {there}") from None
+            found = sorted(path.parent.name for path in self.layout.root.glob(f"releases/*/{RELEASE}"))
+            raise DailyError(f"day {day} was never published; published were: {', '.join(found) or 'none'}") from None
         except (json.JSONDecodeError, TypeError) as error:
             raise DailyError(f"{path}: not a readable release: {error!r}") from None
 
     def current(self) -> Release | None:
         """What is published now."""
-        try:
-            target = os.readlink(self.pointer)
-        except FileNotFoundError:
-            return None
-        return self.read(Path(target).name)
+        return self.read(Path(os.readlink(self.pointer)).name) if self.pointer.is_symlink() else None
 
     def line(self) -> list[str]:
         """What is published now, what was before it, and so on: what was rolled back is not among them."""
@@ -283,19 +205,20 @@ class Releases:
         while at is not None:
             found.append(at.day)
             before = at.previous
-            at = self.read(before) if before is not None and (self.directory / before / RELEASE).exists() else None
+            at = self.read(before) if before is not None and (self.layout.release(before) / RELEASE).exists() else None
         return found
 
     def publish(self, release: Release) -> None:
         """Write a release and move the pointer to it; one begun from what is not published any more is refused."""
         with self._moving():
             current = self.current()
-            if current is not None and current.day == release.day:
+            published = current.day if current else None
+            if published == release.day:
                 return  # stopped just after the pointer moved
-            if (current.day if current else None) != release.previous:
-                raise DailyError(
+            if published != release.previous:
+                raise StageError(
                     f"day {release.day} was begun from {release.previous or 'nothing'}, now "
-                    f"{current.day if current else 'nothing'} is published: --redo {release.day} begins it anew"
+                    f"{published or 'nothing'} is published: --redo {release.day} begins it anew"
                 )
             self._write(release)
             self._point_to(release.day)
@@ -313,39 +236,42 @@ class Releases:
             if not (self.layout.export(wanted) / "manifest.json").exists():
                 raise DailyError(f"{self.layout.export(wanted)}: the export of day {wanted} is gone")
             if wanted != current.day:
-                write_atomically(self.directory / current.day / ROLLED_BACK, now() + "\n")
+                write_atomically(self.layout.release(current.day) / ROLLED_BACK, now() + "\n")
                 self._point_to(wanted)
-                (self.directory / wanted / ROLLED_BACK).unlink(missing_ok=True)
+                (self.layout.release(wanted) / ROLLED_BACK).unlink(missing_ok=True)
             return current.day, wanted
 
     def forget(self, day: str) -> None:
-        """Set aside what a day has made, unless it is published, and remove the release of one that was rolled back."""
+        """Set aside what a day has made, as ``.DAY.removed``, unless it is published; a release of it is removed."""
         with self._moving():
             if day in self.line():
                 raise DailyError(f"day {day} is published, or was before what is: roll back to an earlier day first")
-            self.layout.set_aside(day)
-            shutil.rmtree(place_of(self.directory, day), ignore_errors=True)
+            # the last stage's first, so that what stays belongs together
+            for path in (self.layout.export(day), self.layout.run(day), self.layout.data(day), self.layout.inputs(day)):
+                aside = path.with_name(f".{day}.removed")
+                if path.exists():
+                    shutil.rmtree(aside, ignore_errors=True)
+                    os.rename(path, aside)  # never half a dataset under its own name
+            shutil.rmtree(self.layout.release(day), ignore_errors=True)
 
-    @contextlib.contextmanager
-    def _moving(self) -> Iterator[None]:
-        with locked(self.layout.root / POINTER_LOCK, "the pointer", wait_seconds=30.0):
-            yield
+    def _moving(self) -> contextlib.AbstractContextManager[None]:
+        return locked(self.layout.root / ".pointer.lock", "the pointer", wait_seconds=30.0)
 
     def _write(self, release: Release) -> None:
-        place, aside = self.directory / release.day, self.directory / f".{release.day}.new"
-        if (place / RELEASE).exists():
-            shutil.rmtree(place)  # written before a stop, never pointed to: a day is published once
-        shutil.rmtree(aside, ignore_errors=True)
+        place = self.layout.release(release.day)
+        aside = place.with_name(f".{release.day}.new")
+        for old in (place, aside):  # written before a stop, never pointed to: a day is published once
+            shutil.rmtree(old, ignore_errors=True)
         aside.mkdir(parents=True)
         (aside / "export").symlink_to(f"../../exports/{release.day}")
         (aside / "run").symlink_to(f"../../runs/{release.trained}")
         (aside / "data").symlink_to(f"../../data/{release.trained}")
         write_atomically(aside / RELEASE, json.dumps(dataclasses.asdict(release), indent=1) + "\n")
         os.rename(aside, place)
-        sync(self.directory)
+        sync(place.parent)
 
     def _point_to(self, day: str) -> None:
-        aside = self.pointer.with_name(f".{PUBLISHED}.new")
+        aside = self.pointer.with_name(".published.new")
         aside.unlink(missing_ok=True)
         aside.symlink_to(f"releases/{day}")
         os.replace(aside, self.pointer)

@@ -4,7 +4,9 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 from torchx.runner import get_runner
@@ -13,6 +15,7 @@ from fuxi_torchrec.artifacts import is_locked
 from fuxi_torchrec.strict_yaml import ConfigError
 from pipelines.daily import config as daily_config
 from pipelines.daily import jobs as daily_jobs
+from pipelines.daily import loop as daily_loop
 from pipelines.daily import state as daily_state
 from pipelines.daily.__main__ import check_training, main
 from pipelines.daily.config import GateConfig, LogsConfig
@@ -20,7 +23,7 @@ from pipelines.daily.gate import judge
 from pipelines.daily.jobs import Ended
 from pipelines.daily.logs import Logs
 from pipelines.daily.loop import FAILED, REJECTED, Daily
-from pipelines.daily.state import DailyError, Layout, Release, Releases, StageError, State
+from pipelines.daily.state import DailyError, Day, Layout, Release, Releases, StageError, State
 from pipelines.daily.status import dry_run, status
 
 
@@ -32,17 +35,17 @@ class FakeJobs:
     """Does at once what a job would do.
 
     values: ndcg@10 of each day's model. broken: (stage, day) that fail. killed: (stage, day) at which the pipeline
-    dies, before the job has done anything, or after it. asked_to_leave: how often training is; cancelled: for good.
+    dies, before the job has done anything, or after it. preemptions: how often training is preempted; cancelled: for good.
     """
 
-    def __init__(self, values, broken=(), killed_before=(), killed_after=(), asked_to_leave=0, cancelled=False):
+    def __init__(self, values, broken=(), killed_before=(), killed_after=(), preemptions=0, cancelled=False):
         self.values, self.broken = values, set(broken)
         self.killed_before, self.killed_after = set(killed_before), set(killed_after)
-        self.asked_to_leave, self.cancelled = asked_to_leave, cancelled
+        self.preemptions, self.cancelled = preemptions, cancelled
         self.submitted, self.waited, self.jobs = [], [], {}
         self.unmakeable = self.unsubmittable = None
 
-    def check(self, job):
+    def request(self, job):
         if job.stage == self.unmakeable:
             raise StageError(f"{job.stage}: no job can be made")
 
@@ -63,21 +66,19 @@ class FakeJobs:
             self.killed_before.remove(key)
             raise KilledError
         if key in self.broken:
-            return Ended(
-                False, f"{job.stage} says why, in {options(job).get('--input', '')}/00000-00000-part-0.parquet"
-            )
-        if job.stage == "train" and self.asked_to_leave:
-            self.asked_to_leave -= 1
+            return Ended(f"{job.stage} says why, in {options(job).get('--input', '')}/00000-00000-part-0.parquet")
+        if job.stage == "train" and self.preemptions:
+            self.preemptions -= 1
             run = options(job)["--run-dir"]
             os.makedirs(run, exist_ok=True)
             write(f"{run}/preempted", {})
             write(f"{run}/summary.json", {"preempted": True})
-            return Ended(False, "SignalException", cancelled=self.cancelled)  # torchrun's exit code is 1 then
+            return Ended("SignalException", cancelled=self.cancelled)  # torchrun's exit code is 1 then
         self.work(job)
         if key in self.killed_after:
             self.killed_after.remove(key)
             raise KilledError
-        return Ended(True, logs="/logs")
+        return Ended(logs="/logs")
 
     def work(self, job):
         given = options(job)
@@ -238,19 +239,19 @@ def test_a_day_rolled_back_before_its_publishing_was_noted_is_not_published_agai
     assert made.pending() == [] and made.releases.current().day == "0"
 
 
-def test_training_that_was_asked_to_leave_is_launched_again(pipeline):
-    jobs = FakeJobs({"0": 0.1}, asked_to_leave=2)
+def test_training_that_was_preemptions_is_launched_again(pipeline):
+    jobs = FakeJobs({"0": 0.1}, preemptions=2)
     made = pipeline(jobs, 1)
     assert run(made) == 0
     assert made.state.days["0"].stages["train"].attempts == 3
     assert jobs.waited == [("train", "fake://train-0")] * 2, "until nothing of it holds the run's lock"
-    jobs = FakeJobs({"1": 0.1}, asked_to_leave=9)
+    jobs = FakeJobs({"1": 0.1}, preemptions=9)
     assert run(pipeline(jobs, 2)) == FAILED
     assert jobs.submitted.count(("train", "1")) == 4, "jobs.relaunches bounds it"
 
 
-def test_training_that_was_cancelled_or_fails_after_a_leave_is_not_launched_again(pipeline):
-    jobs = FakeJobs({"0": 0.1}, asked_to_leave=1, cancelled=True)
+def test_training_that_was_cancelled_or_fails_after_a_preemption_is_not_launched_again(pipeline):
+    jobs = FakeJobs({"0": 0.1}, preemptions=1, cancelled=True)
     assert run(pipeline(jobs, 1)) == FAILED
     assert jobs.submitted.count(("train", "0")) == 1
     assert pipeline(jobs, 1).layout.run("0").joinpath("preempted").exists()
@@ -467,8 +468,8 @@ def test_between_trainings_the_published_export_takes_new_events(pipeline):
 )
 def test_the_gate(new, old, settings, publish):
     found = judge(GateConfig(**settings), evaluation(new), None if old is None else evaluation(old), "0")
-    assert found.publish == publish, found.reason
-    assert "ndcg@10 (asked at the last event's time)" in found.reason
+    assert found[0] == publish, found[1]
+    assert "ndcg@10 (queried at the last event's time)" in found[1]
 
 
 def test_the_gate_compares_only_what_compares():
@@ -632,7 +633,7 @@ def test_a_day_is_redone_only_if_it_can_be_run(pipeline, tmp_path):
             made.releases.roll_back(name)
     with pytest.raises(DailyError, match="day 1 is published: an older one"):
         made.forget("0")
-    (made.releases.directory / "2" / daily_state.ROLLED_BACK).unlink()
+    (made.layout.release("2") / daily_state.ROLLED_BACK).unlink()
     assert sorted(tmp_path.rglob("*")) == before, "nothing was removed"
 
 
@@ -668,7 +669,7 @@ def test_a_day_that_was_rolled_back_is_not_called_published(pipeline, capsys):
     for day in "12":
         assert made.run([day]) == FAILED
         said = capsys.readouterr().err
-        assert f"day {day} was rolled back: --rollback {day} publishes it again, --redo {day}" in said
+        assert f"day {day}: it was rolled back: --rollback {day} publishes it again, --redo {day}" in said
     assert made.run(["0"]) == 0
 
 
@@ -693,7 +694,7 @@ def test_an_interrupted_redo_never_mixes_old_and_new(pipeline, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(daily_state.os, "rename", killed_at(os.rename))
         patch.setattr(State, "save", killed_at(State.save))
-        patch.setattr(Layout, "remove_aside", killed_at(Layout.remove_aside))
+        patch.setattr(daily_loop, "shutil", SimpleNamespace(rmtree=killed_at(shutil.rmtree)))
         with pytest.raises(KilledError):
             made.forget("1")
     kept = [path.parent.name for path in (made.layout.data("1"), made.layout.run("1")) if path.exists()]
@@ -711,6 +712,7 @@ def test_an_interrupted_redo_never_mixes_old_and_new(pipeline, tmp_path, monkeyp
 
 def test_the_state_comes_back_as_it_was_written(tmp_path):
     state = State(tmp_path)
+    state.days["0"] = Day()
     state.start("0", "prepare").job = "slurm://torchx/7"
     state.end("0", "prepare", "finished")
     state.start("0", "train")
@@ -803,8 +805,8 @@ def test_what_lies_beside_the_logs_is_named_before_anything_is_done(pipeline, tm
     with pytest.raises(DailyError, match="not named as day 0 is"):
         made.forget("0")
     with pytest.raises(DailyError, match="not named as day 0 is"):
-        dry_run(made, None, "0")
-    assert "archive" in status(made.config), "looking is allowed"
+        dry_run(made, "0")
+    assert "archive" in status(made), "looking is allowed"
     made.skip("archive")
     assert run(made) == 0 and made.releases.line() == ["1", "0"]
 
@@ -823,7 +825,7 @@ def test_the_status_says_what_was_done_and_what_is_published(pipeline, capsys):
     made = pipeline(jobs, 4)
     with pytest.raises(KilledError):
         run(made)
-    lines = status(made.config).splitlines()
+    lines = status(made).splitlines()
     shown = ("day", "state", "from", "prepare", "train", "evaluate", "gate", "export", "publish", "ndcg@10")
     assert lines[0].split() == list(shown)
     assert lines[1].startswith("*  0") and lines[1].endswith("0.1000")
@@ -868,14 +870,14 @@ def test_a_dry_run_shows_each_stage_and_runs_none(pipeline, tmp_path, capsys):
     made = pipeline(FakeJobs({"0": 0.1}), 1)
     run(made)
     made = pipeline(FakeJobs({}), 2)
-    jobs = daily_jobs.TorchXJobs(get_runner(), "local_cwd", made.config.jobs, made.layout.root)
-    dry_run(made, jobs, "1")
-    assert not made.layout.jobs.exists()
+    made.jobs = daily_jobs.TorchXJobs(get_runner(), "local_cwd", made.config.jobs, made.layout.root)
+    dry_run(made, "1")
+    assert not (made.layout.root / "jobs").exists()
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[-6:]] == [*STAGES[:3], "gate", "export", "publish"]
     assert lines[-5].startswith("train: torchx run dist.ddp -j 1x2 -m pipelines.train -- --config=configs/demo.yaml ")
     assert f"--init-from={made.layout.run('0')}" in lines[-5] and "1" not in State(made.layout.root).days
-    dry_run(made, jobs, "0")
+    dry_run(made, "0")
     assert "--init-from" not in capsys.readouterr().out, "a day that is done, as it was"
 
 
