@@ -1,7 +1,8 @@
-"""The daily pipeline without launches: jobs here only write what the real ones would."""
+"""The daily pipeline without launches: stages run in this process, or only write what the real ones would."""
 
 import dataclasses
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -12,7 +13,9 @@ import pytest
 from torchx.runner import get_runner
 
 from fuxi_torchrec.artifacts import is_locked
+from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.strict_yaml import ConfigError
+from pipelines import synthesize
 from pipelines.daily import config as daily_config
 from pipelines.daily import jobs as daily_jobs
 from pipelines.daily import loop as daily_loop
@@ -35,7 +38,7 @@ class FakeJobs:
     """Does at once what a job would do.
 
     values: ndcg@10 of each day's model. broken: (stage, day) that fail. killed: (stage, day) at which the pipeline
-    dies, before the job has done anything, or after it. preemptions: how often training is preempted; cancelled: for good.
+    dies, before the job has done anything, or after it. preemptions: of training; cancelled: it was, for good.
     """
 
     def __init__(self, values, broken=(), killed_before=(), killed_after=(), preemptions=0, cancelled=False):
@@ -98,6 +101,13 @@ class FakeJobs:
             write(f"{given['--output']}/manifest.json", {})
 
 
+class RealJobs(FakeJobs):
+    """Runs the stages themselves, in this process."""
+
+    def work(self, job):
+        importlib.import_module(job.module).main(list(job.arguments))
+
+
 def options(job):
     return dict(each.split("=", 1) for each in job.arguments if each.startswith("--") and "=" in each)
 
@@ -139,6 +149,16 @@ def statuses(made):
 STAGES = ["prepare", "train", "evaluate", "export"]
 
 
+REAL = [
+    "train.settings=[batch.events=512, batch.max_length=32, model.dim=16, model.num_layers=1, model.max_positions=32, "
+    "optimizer.warmup_steps=1, train.epochs=1, train.max_steps=2, validation.every_epochs=null, "
+    "logging.tensorboard=false]",
+    "evaluate.baselines=false",
+    "gate={against: same_data, max_fall: 1.0}",
+    "export.arguments=[--no-programs, --no-index]",
+]
+
+
 # --- days and stages -------------------------------------------------------------------------------------------------
 
 
@@ -159,6 +179,38 @@ def test_days_run_in_order_each_from_the_one_before(pipeline):
     assert run(pipeline(jobs)) == 0 and len(jobs.submitted) == 12, "nothing is left to do"
 
 
+def test_real_stages_train_a_model_refresh_its_export_and_train_the_next(pipeline, tmp_path):
+    log = ["--users", "40", "--items", "400", "--median-length", "12", "--cuts", "0.8,0.9"]
+    assert synthesize.main([*log, "--output", str(tmp_path / "logs")]) == 0
+    jobs = RealJobs({}, killed_before=[("evaluate", "2")], killed_after=[("train", "2")])
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            run(pipeline(jobs, 0, [*REAL, "train.every_days=2"]))
+    (tmp_path / "logs" / "part-3.parquet").write_text("no Parquet")
+    made = pipeline(jobs, 0, REAL)
+    assert run(made) == FAILED and made.state.days["3"].status == "failed"
+    assert jobs.submitted == [
+        *((stage, "0") for stage in STAGES),
+        ("refresh", "1"),
+        *((stage, "2") for stage in ("prepare", "train", "evaluate", "evaluate", "compare", "export")),
+        ("prepare", "3"),
+    ]
+    assert made.releases.line() == ["2", "1", "0"]
+    assert options(jobs.jobs["refresh", "1"])["--export"] == str(made.layout.export("0"))
+    assert [os.path.basename(os.readlink(e)) for e in made.layout.inputs("1").iterdir()] == ["part-1.parquet"]
+    refreshed, root = made.releases.read("1"), made.layout.root
+    assert refreshed.trained == "0" and refreshed.metrics == made.releases.read("0").metrics
+    assert (root / "releases" / "1" / "run").resolve() == made.layout.run("0")
+    assert options(jobs.jobs["train", "2"])["--init-from"] == str(made.layout.run("0"))
+    assert (root / "published" / "export").resolve() == made.layout.export("2")
+    bundles = [Bundle.open(made.layout.export(day), verify="checksums") for day in "012"]
+    times = [bundle.manifest.as_of for bundle in bundles]
+    assert times == sorted(set(times)), "every day's export has later events"
+    recorded = json.loads((made.layout.run("2") / "eval-daily.json").read_text())["last"]["ndcg@10"]
+    assert made.releases.read("2").metrics["last"]["ndcg@10"] == recorded
+    assert f"{recorded:.4f}" in status(made)
+
+
 def test_the_first_settings_are_for_runs_that_start_from_nothing(pipeline):
     jobs = FakeJobs({"0": 0.1, "1": 0.1})
     run(pipeline(jobs, 2, ["train.settings=[a=1]", "train.first_settings=[b=2]"]))
@@ -172,33 +224,31 @@ def test_the_first_settings_are_for_runs_that_start_from_nothing(pipeline):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_pipeline_goes_on_at_the_stage_where_it_stopped(pipeline, stage):
-    jobs = FakeJobs({"0": 0.1, "1": 0.1}, killed_before=[(stage, "1")])
-    with pytest.raises(KilledError):
-        run(pipeline(jobs, 2))
-    before = len(jobs.submitted)
+    jobs = FakeJobs({"0": 0.1, "1": 0.1}, killed_after=[(stage, "0")], killed_before=[(stage, "1")])
+    for _ in range(2):
+        with pytest.raises(KilledError):
+            run(pipeline(jobs, 2))
     made = pipeline(jobs, 2)
     assert made.state.days["1"].stages[stage].status == "running"
-    assert run(made) == 0
-    assert [each for each, _ in jobs.submitted[before:]] == STAGES[STAGES.index(stage) :]
-    assert jobs.waited == [(stage, f"fake://{stage}-1")], "a job left over is waited for before another is started"
-    assert made.state.days["1"].stages[stage].attempts == 2
-    assert made.releases.line() == ["1", "0"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_that_finished_just_before_a_kill_is_not_repeated(pipeline, stage):
-    jobs = FakeJobs({"0": 0.1}, killed_after=[(stage, "0")])
-    with pytest.raises(KilledError):
-        run(pipeline(jobs, 1))
-    made = pipeline(jobs, 1)
-    assert run(made) == 0
-    assert jobs.submitted == [(each, "0") for each in STAGES]
+    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+    before = STAGES.index(stage)
+    assert (
+        jobs.submitted
+        == [
+            *((each, "0") for each in STAGES),  # a stage that finished just before the kill is not repeated
+            *((each, "1") for each in [*STAGES[: before + 1], *STAGES[before:]]),
+        ]
+    )
+    assert jobs.waited == [(stage, f"fake://{stage}-{day}") for day in "01"], "before another is started"
     assert made.state.days["0"].stages[stage].status == "finished"
+    assert made.state.days["1"].stages[stage].attempts == 2
 
 
-@pytest.mark.parametrize("step", ["_write", "_point_to"])
-@pytest.mark.parametrize("done", [False, True])
-def test_a_kill_while_publishing_leaves_the_old_or_the_new_day_published(pipeline, monkeypatch, step, done):
+@pytest.mark.parametrize(
+    ("step", "done", "rolled_back"),
+    [("_write", False, False), ("_write", True, False), ("_point_to", True, False), ("_point_to", True, True)],
+)
+def test_a_kill_while_publishing_leaves_the_old_or_the_new_day(pipeline, monkeypatch, step, done, rolled_back):
     jobs = FakeJobs({"0": 0.1, "1": 0.1})
     assert run(pipeline(jobs, 1)) == 0
     original = getattr(Releases, step)
@@ -212,34 +262,20 @@ def test_a_kill_while_publishing_leaves_the_old_or_the_new_day_published(pipelin
         patch.setattr(Releases, step, killed)
         with pytest.raises(KilledError):
             run(pipeline(jobs, 2))
+    assert pipeline(jobs, 2).releases.current().day == ("1" if step == "_point_to" else "0")
+    if rolled_back:
+        pipeline(jobs, 2).releases.roll_back(None)
+        made = pipeline(jobs, 2)
+        assert made.pending() == [] and made.releases.current().day == "0", "it is not published again"
+        return
     made = pipeline(jobs, 2)
-    moved = step == "_point_to" and done
-    assert made.releases.current().day == ("1" if moved else "0")
     assert run(made) == 0
     assert made.releases.line() == ["1", "0"] and statuses(made) == {"0": "published", "1": "published"}
     assert made.state.days["1"].metrics["last"]["ndcg@10"] == 0.1
     assert len(jobs.submitted) == 8
 
 
-def test_a_day_rolled_back_before_its_publishing_was_noted_is_not_published_again(pipeline, monkeypatch):
-    jobs = FakeJobs({"0": 0.1, "1": 0.1})
-    assert run(pipeline(jobs, 1)) == 0
-    original = Releases._point_to
-
-    def killed(self, day):
-        original(self, day)
-        raise KilledError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Releases, "_point_to", killed)
-        with pytest.raises(KilledError):
-            run(pipeline(jobs, 2))
-    pipeline(jobs, 2).releases.roll_back(None)
-    made = pipeline(jobs, 2)
-    assert made.pending() == [] and made.releases.current().day == "0"
-
-
-def test_training_that_was_preemptions_is_launched_again(pipeline):
+def test_preempted_training_is_launched_again(pipeline):
     jobs = FakeJobs({"0": 0.1}, preemptions=2)
     made = pipeline(jobs, 1)
     assert run(made) == 0
@@ -253,12 +289,10 @@ def test_training_that_was_preemptions_is_launched_again(pipeline):
 def test_training_that_was_cancelled_or_fails_after_a_preemption_is_not_launched_again(pipeline):
     jobs = FakeJobs({"0": 0.1}, preemptions=1, cancelled=True)
     assert run(pipeline(jobs, 1)) == FAILED
-    assert jobs.submitted.count(("train", "0")) == 1
-    assert pipeline(jobs, 1).layout.run("0").joinpath("preempted").exists()
-    jobs = FakeJobs({"0": 0.1}, broken=[("train", "0")])
+    jobs.broken = {("train", "0")}
     made = pipeline(jobs, 1)
     assert run(made) == FAILED and "train says why" in made.state.days["0"].reason
-    assert jobs.submitted == [("train", "0")], "what the launch before has left behind does not count"
+    assert jobs.submitted.count(("train", "0")) == 2, "what the launch before has left behind does not count"
 
 
 def test_without_the_state_file_published_days_are_known_and_a_day_on_its_way_is_done_again(pipeline, capsys):
@@ -289,21 +323,13 @@ def test_a_day_with_broken_data_fails_and_the_published_one_stands(pipeline, cap
     assert run(made) == 0 and made.releases.line() == ["2", "1", "0"], "mended, it goes on"
 
 
-def test_a_job_that_cannot_be_made_fails_the_day_before_its_first_stage(pipeline, capsys):
+def test_a_job_that_cannot_be_made_fails_the_day_at_once_and_one_not_taken_its_stage(pipeline, capsys):
     jobs = FakeJobs({"0": 0.1})
     jobs.unmakeable = "export"
-    made = pipeline(jobs, 1)
-    assert run(made) == FAILED and not jobs.submitted
+    assert run(pipeline(jobs, 1)) == FAILED and not jobs.submitted
     assert "day 0: export: no job can be made" in capsys.readouterr().err
-    jobs.unmakeable = None
-    assert run(pipeline(jobs, 1)) == 0
-
-
-def test_a_job_that_is_not_taken_has_failed_and_is_submitted_again_by_the_next_run(pipeline, capsys):
-    jobs = FakeJobs({"0": 0.1})
-    jobs.unsubmittable = "train"
-    made = pipeline(jobs, 1)
-    assert run(made) == FAILED and "sbatch is missing" in capsys.readouterr().err
+    jobs.unmakeable, jobs.unsubmittable = None, "train"
+    assert run(pipeline(jobs, 1)) == FAILED and "sbatch is missing" in capsys.readouterr().err
     noted = pipeline(jobs, 1).state.days["0"].stages["train"]
     assert (noted.status, noted.message) == ("failed", "train: sbatch is missing")
     jobs.unsubmittable = None
@@ -356,6 +382,9 @@ def test_a_day_without_new_events_fails(pipeline, tmp_path):
     assert "0 new events, fewer than logs.min_new_events = 1" in made.state.days["1"].reason
     assert jobs.submitted == [("prepare", "1")]
     assert run(pipeline(jobs, 1)) == FAILED, "it does not go on as if nothing were wrong"
+    allowed = pipeline(jobs, 1, ["logs.min_new_events=0"])
+    assert run(allowed) == 0 and allowed.releases.line() == ["1", "0"]
+    allowed.releases.roll_back(None)
     (tmp_path / "logs" / "part-1.parquet").write_text("event")
     made = pipeline(jobs, 1)
     made.forget("1")
@@ -375,13 +404,6 @@ def test_a_rejected_day_that_is_skipped_later_does_not_stop_the_days_after_it(pi
     (tmp_path / "logs" / "part-4.parquet").write_text("event")
     made = pipeline(FakeJobs({"4": 0.1}), 0)
     assert run(made) == FAILED and "new events, fewer than" in made.state.days["4"].reason
-
-
-def test_days_may_bring_less_where_that_is_allowed(pipeline, tmp_path):
-    assert run(pipeline(FakeJobs({"0": 0.1}), 1)) == 0
-    (tmp_path / "logs" / "part-1.parquet").write_text("")
-    made = pipeline(FakeJobs({"1": 0.1}), 1, ["logs.min_new_events=0"])
-    assert run(made) == 0 and made.releases.line() == ["1", "0"]
 
 
 def test_a_worse_day_is_rejected_and_the_next_starts_from_the_published_one(pipeline):
@@ -426,24 +448,6 @@ def test_earlier_days_than_the_first_are_history(pipeline):
     assert run(made) == 0 and len(list(made.layout.inputs("1").iterdir())) == 2
 
 
-# --- refresh ---------------------------------------------------------------------------------------------------------
-
-
-def test_between_trainings_the_published_export_takes_new_events(pipeline):
-    jobs = FakeJobs({"0": 0.1, "3": 0.1})
-    made = pipeline(jobs, 4, ["train.every_days=3"])
-    assert run(made) == 0
-    assert [(s, d) for s, d in jobs.submitted if d in "12"] == [("refresh", "1"), ("refresh", "2")]
-    given = options(jobs.jobs["refresh", "2"])
-    assert given["--export"].endswith("exports/1") and given["--output"].endswith("exports/2")
-    assert [os.path.basename(os.readlink(e)) for e in made.layout.inputs("2").iterdir()] == ["part-2.parquet"]
-    assert options(jobs.jobs["train", "3"])["--init-from"].endswith("runs/0")
-    assert made.releases.line() == ["3", "2", "1", "0"]
-    second = made.releases.read("2")
-    assert (second.trained, second.metrics["last"]["ndcg@10"]) == ("0", 0.1)
-    assert (made.layout.root / "releases" / "2" / "run").resolve().name == "0"
-
-
 # --- the gate --------------------------------------------------------------------------------------------------------
 
 
@@ -481,22 +485,16 @@ def test_the_gate_compares_only_what_compares():
 
 
 @pytest.mark.parametrize("changed", ["evaluate.split=valid", "evaluate.filter_seen=true"])
-def test_a_setting_of_the_evaluation_that_is_put_back_is_measured_anew(pipeline, changed):
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_changed_setting_of_the_evaluation_is_put_back_or_compares_on_the_same_data(pipeline, changed, compared):
     jobs = FakeJobs({"0": 0.1, "1": 0.1, "compare": 0.1})
     assert run(pipeline(jobs, 1)) == 0
     made = pipeline(jobs, 2, [changed])
     assert run(made) == FAILED and "they do not compare. Put evaluate." in made.state.days["1"].reason
-    made = pipeline(jobs, 2)
+    made = pipeline(jobs, 2, [changed, "gate.against=same_data"] if compared else [])
     assert run(made) == 0 and made.releases.line() == ["1", "0"]
-    assert jobs.submitted.count(("evaluate", "1")) == 2 and jobs.submitted.count(("train", "1")) == 1
-
-
-def test_a_changed_setting_of_the_evaluation_compares_on_the_same_data(pipeline):
-    jobs = FakeJobs({"0": 0.1, "1": 0.1, "compare": 0.1})
-    assert run(pipeline(jobs, 1)) == 0
-    assert run(pipeline(jobs, 2, ["evaluate.split=valid"])) == FAILED
-    made = pipeline(jobs, 2, ["evaluate.split=valid", "gate.against=same_data"])
-    assert run(made) == 0 and jobs.submitted.count(("evaluate", "1")) == 1
+    assert jobs.submitted.count(("evaluate", "1")) == (1 if compared else 2)
+    assert jobs.submitted.count(("train", "1")) == 1
 
 
 # --- the pointer -----------------------------------------------------------------------------------------------------
@@ -519,6 +517,8 @@ def publish(releases, *days):
 
 
 def test_rollback_goes_back_one_by_one_and_to_a_named_day(releases):
+    with pytest.raises(DailyError, match="nothing is published"):
+        releases.roll_back(None)
     publish(releases, "0", "1", "2")
     assert releases.roll_back(None) == ("2", "1")
     assert releases.roll_back(None) == ("1", "0")
@@ -528,6 +528,10 @@ def test_rollback_goes_back_one_by_one_and_to_a_named_day(releases):
     assert releases.line() == ["2", "1", "0"]
     with pytest.raises(DailyError, match="day 3 was never published; published were: 0, 1, 2"):
         releases.roll_back("3")
+    (releases.layout.export("0") / "manifest.json").unlink()
+    with pytest.raises(DailyError, match="the export of day 0 is gone"):
+        releases.roll_back("0")
+    assert releases.current().day == "2"
 
 
 def test_what_was_rolled_back_is_not_before_what_comes_next(releases):
@@ -537,19 +541,6 @@ def test_what_was_rolled_back_is_not_before_what_comes_next(releases):
     assert releases.line() == ["3", "1", "0"]
     assert releases.roll_back(None) == ("3", "1")
     assert releases.ever() == {"0", "1", "2", "3"}
-
-
-def test_a_rollback_needs_the_export(releases):
-    publish(releases, "0", "1")
-    (releases.layout.export("0") / "manifest.json").unlink()
-    with pytest.raises(DailyError, match="the export of day 0 is gone"):
-        releases.roll_back(None)
-    assert releases.current().day == "1"
-
-
-def test_nothing_to_roll_back(releases):
-    with pytest.raises(DailyError, match="nothing is published"):
-        releases.roll_back(None)
 
 
 def test_readers_always_find_a_whole_release(releases):
@@ -609,16 +600,26 @@ def test_a_rollback_during_the_last_stage_wins(pipeline, capsys):
     assert made.releases.current().day == "0" and "begun from 1, now 0" in capsys.readouterr().err
 
 
-def test_a_published_day_is_not_redone_and_a_rolled_back_one_is(pipeline):
-    jobs = FakeJobs({"0": 0.1, "1": 0.1})
-    made = pipeline(jobs, 2)
-    run(made)
-    with pytest.raises(DailyError, match="day 1 is published"):
-        made.forget("1")
-    made.releases.roll_back(None)
-    made.forget("1")
-    assert not made.layout.run("1").exists() and made.pending() == ["1"]
-    assert run(made) == 0 and made.releases.line() == ["1", "0"]
+def test_a_published_day_is_not_redone_and_one_that_was_rolled_back_is(pipeline, capsys):
+    jobs = FakeJobs(dict.fromkeys("0123", 0.1))
+    made = pipeline(jobs, 4)
+    assert run(made) == 0 and made.run(["3"]) == 0
+    with pytest.raises(DailyError, match="day 3 is published"):
+        made.forget("3")
+    made.releases.roll_back("1")
+    assert made.run(["1"]) == 0
+    for day in "23":
+        assert made.run([day]) == FAILED, "it is not called published"
+        said = capsys.readouterr().err
+        assert f"day {day}: it was rolled back: --rollback {day} publishes it again, --redo {day}" in said
+    made.forget("2")
+    assert not made.layout.run("2").exists()
+    jobs.broken = {("train", "2")}
+    assert made.run(["2"]) == FAILED and pipeline(jobs, 4).pending() == ["2"], "it is still to do"
+    jobs.broken = set()
+    made = pipeline(jobs, 4)
+    assert run(made) == 0 and made.releases.line() == ["2", "1", "0"]
+    assert pipeline(jobs, 4).pending() == [], "day 3 stays rolled back"
 
 
 def test_a_day_is_redone_only_if_it_can_be_run(pipeline, tmp_path):
@@ -646,31 +647,6 @@ def test_a_day_is_redone_after_the_job_that_outlived_its_pipeline(pipeline):
     made.forget("0")
     assert jobs.waited == [("train", "fake://train-0")]
     assert not made.layout.data("0").exists() and run(made) == 0
-
-
-def test_a_day_that_fails_when_it_is_redone_is_still_to_do(pipeline):
-    jobs = FakeJobs(dict.fromkeys("0123", 0.1))
-    made = pipeline(jobs, 4)
-    assert run(made) == 0
-    made.releases.roll_back("1")
-    made.forget("2")
-    jobs.broken = {("train", "2")}
-    assert made.run(["2"]) == FAILED and pipeline(jobs, 4).pending() == ["2"]
-    jobs.broken = set()
-    made = pipeline(jobs, 4)
-    assert run(made) == 0 and made.releases.line() == ["2", "1", "0"]
-    assert pipeline(jobs, 4).pending() == [], "day 3 stays rolled back"
-
-
-def test_a_day_that_was_rolled_back_is_not_called_published(pipeline, capsys):
-    made = pipeline(FakeJobs({"0": 0.1, "1": 0.1, "2": 0.1}))
-    assert run(made) == 0 and made.run(["2"]) == 0
-    made.releases.roll_back("0")
-    for day in "12":
-        assert made.run([day]) == FAILED
-        said = capsys.readouterr().err
-        assert f"day {day}: it was rolled back: --rollback {day} publishes it again, --redo {day}" in said
-    assert made.run(["0"]) == 0
 
 
 @pytest.mark.parametrize("step", range(6))
@@ -710,7 +686,7 @@ def test_an_interrupted_redo_never_mixes_old_and_new(pipeline, tmp_path, monkeyp
 # --- the state file --------------------------------------------------------------------------------------------------
 
 
-def test_the_state_comes_back_as_it_was_written(tmp_path):
+def test_the_state_comes_back_as_it_was_written_and_a_damaged_file_is_named(tmp_path):
     state = State(tmp_path)
     state.days["0"] = Day()
     state.start("0", "prepare").job = "slurm://torchx/7"
@@ -722,10 +698,7 @@ def test_the_state_comes_back_as_it_was_written(tmp_path):
     }
     assert again.days["0"].stages["prepare"].job == "slurm://torchx/7"
     assert again.days["0"].stages["prepare"].seconds is not None
-
-
-def test_a_damaged_state_file_is_named(tmp_path):
-    (tmp_path / "state.json").write_text('{"version": 1, "days": {"0"')
+    state.path.write_text('{"version": 1, "days": {"0"')
     with pytest.raises(DailyError, match=r"state.json: not a readable state file"):
         State(tmp_path)
 
@@ -746,39 +719,30 @@ def test_a_lock_is_held_by_one(tmp_path):
 # --- logs ------------------------------------------------------------------------------------------------------------
 
 
+def touch(directory, *names):
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text("")
+
+
 def test_days_are_found_in_files_directories_and_globs(tmp_path):
-    for name in ("part-9.parquet", "part-10.parquet", "part-x.txt", "other.parquet"):
-        (tmp_path / name).write_text("")
-    logs = Logs(LogsConfig(path=f"{tmp_path}/part-{{day}}.parquet"))
-    assert logs.days() == ["9", "10"]
-    for name in ("2024-05-01/b.parquet", "2024-05-01/a.parquet", "2024-05-02/c.csv", "empty/note.txt"):
-        (tmp_path / "days" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "days" / name).write_text("")
-    for name in ("2024-05-02.tmp", "_temporary", ".2024-05-03"):  # being written
-        (tmp_path / "days" / name).mkdir()
-        (tmp_path / "days" / name / "a.parquet").write_text("")
-    logs = Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}"))
+    touch(tmp_path, "part-9.parquet", "part-10.parquet", "part-x.txt", "other.parquet")
+    assert Logs(LogsConfig(path=f"{tmp_path}/part-{{day}}.parquet")).days() == ["9", "10"]
+    days = tmp_path / "days"
+    touch(days, "2024-05-01/b.parquet", "2024-05-01/a.parquet", "2024-05-02/c.csv", "empty/note.txt")
+    touch(days, *(f"{name}/a.parquet" for name in ("2024-05-02.tmp", "_temporary", ".2024-05-03")))  # being written
+    logs = Logs(LogsConfig(path=f"{days}/{{day}}"))
     assert logs.days() == ["2024-05-01", "2024-05-02"]
     assert [each.name for each in logs.files("2024-05-01")] == ["a.parquet", "b.parquet"]
-    assert Logs(LogsConfig(path=f"{tmp_path}/days/{{day}}/*.csv")).days() == ["2024-05-02"]
+    assert Logs(LogsConfig(path=f"{days}/{{day}}/*.csv")).days() == ["2024-05-02"]
     links = logs.link(["2024-05-01", "2024-05-02"], tmp_path / "links")
     assert [os.path.basename(each) for each in links.values()] == ["a.parquet", "b.parquet", "c.csv"]
     assert sorted(links) == list(links)
 
 
 def test_what_is_no_log_is_no_day_and_what_is_being_written_is_not_read(tmp_path):
-    for name in (
-        "1/a.parquet",
-        "1/_temporary/0/part.parquet",
-        "1/b.parquet.tmp",
-        "1/_SUCCESS",
-        "1/.c.parquet",
-        "1/x/d.csv",
-    ):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("")
-    for name in ("README.txt", "2.csv"):
-        (tmp_path / name).write_text("")
+    touch(tmp_path, "1/a.parquet", "1/_temporary/0/part.parquet", "1/b.parquet.tmp", "1/_SUCCESS", "1/.c.parquet")
+    touch(tmp_path, "1/x/d.csv", "README.txt", "2.csv")
     logs = Logs(LogsConfig(path=f"{tmp_path}/{{day}}"))
     assert logs.days() == ["1", "2.csv"]
     assert [each.name for each in logs.files("1")] == ["a.parquet", "d.csv"]
