@@ -1,9 +1,9 @@
-"""Training that is killed again and again, and moved to other numbers of processes, against training that is not.
+"""Training that is killed again and again, and moved to other numbers of ranks, against training that is not.
 
     python -m benchmarks.faults [--kills 20]
 
 Launches `pipelines.train` through TorchX; kills a random worker at random moments, every third time while a checkpoint
-is being written; asks the job to stop (SIGTERM) and continues it on 1, 4 and 2 processes. Exit code 1 if a kill was not
+is being written; preempts the job (SIGTERM) and continues it on 1, 4 and 2 ranks. Exit code 1 if a kill was not
 recovered from, if more than the steps since the last complete checkpoint were repeated, or if the losses differ.
 """
 
@@ -31,13 +31,13 @@ from fuxi_torchrec.data.prepare import prepare_synthetic
 from fuxi_torchrec.data.synthetic import SyntheticConfig
 from integration_tests.launches import descendants, latest, launched, strike
 
-SIZES = (2, 1, 4, 2)  # processes, one after another
+SIZES = (2, 1, 4, 2)  # ranks, one after another
 EVERY = 5  # steps a checkpoint
 STEPS_A_KILL = 15
 SETTINGS = [
     *("model.dim=16", "model.num_layers=2", "model.num_heads=2", "model.max_positions=128"),
     *("model.temporal_periods=[3600,86400,604800,31536000]", "batch.events=4096", "batch.max_length=256"),
-    # with 1e-3, rounding that differs between numbers of processes grows to 1e-3 of the loss within 200 steps, also in
+    # with 1e-3, rounding that differs between numbers of ranks grows to 1e-3 of the loss within 200 steps, also in
     # runs that nobody disturbs, and what a fault changes could not be told from it
     *("loss.num_negatives=128", "optimizer.lr=1e-4", "train.epochs=1000", f"checkpoint.every_steps={EVERY}"),
     *("logging.every_steps=1", "logging.tensorboard=false", "validation.every_epochs=null"),
@@ -63,11 +63,11 @@ class Kill:
 
 @dataclass(frozen=True)
 class Move:
-    """From one number of processes to another."""
+    """From one number of ranks to another."""
 
     before: int
     after: int
-    step: int  # saved when asked to stop
+    step: int  # saved when preempted
     seconds_to_save: float  # from SIGTERM until the checkpoint is complete
     seconds_to_leave: float  # until everything has ended
 

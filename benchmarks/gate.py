@@ -2,7 +2,7 @@
 
     python -m benchmarks.gate [--data PATH/TO/ml-1m]
 
-Trains `configs/ml_1m.yaml`, narrower and for three epochs, on two processes and ranks every user's validation event.
+Trains `configs/ml_1m.yaml`, narrower and for three epochs, on two ranks and ranks every user's validation event.
 Exit code 1 if the result is below the floor: something in data, model, loss or optimizer has become worse.
 """
 

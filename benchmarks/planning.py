@@ -35,7 +35,7 @@ def settings(dim: int, layers: int, events: int, processes: int = 1, *more: str)
     ]
 
 
-# name, processes, items, settings
+# name, ranks, items, settings
 CASES = (
     ("d = 64, L = 2, 8,192 events", 1, FEW, settings(64, 2, 8192)),
     ("d = 128, L = 4, 16,384 events", 1, FEW, settings(128, 4, 16384)),

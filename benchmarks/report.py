@@ -147,10 +147,10 @@ def ranking_table(
 
 
 ML_KINDS = [
-    ("The user's history removed from the candidates, asked at the target's time:", "unseen", "target"),
-    ("All candidates, asked at the target's time:", "all", "target"),
-    ("History removed, asked at the last event's time:", "unseen", "last"),
-    ("All candidates, asked at the last event's time:", "all", "last"),
+    ("The user's history removed from the candidates, queried at the target's time:", "unseen", "target"),
+    ("All candidates, queried at the target's time:", "all", "target"),
+    ("History removed, queried at the last event's time:", "unseen", "last"),
+    ("All candidates, queried at the last event's time:", "all", "last"),
 ]
 GIT_KINDS = [
     ("Asked at the target's time:", "all", "target"),

@@ -28,7 +28,7 @@ from fuxi_torchrec.worker_group import WorkerGroup
 
 DIM = 64
 MEMORY_AIM, SCORING_AIM, EXPORT_AIM = 0.6, 0.6, 1.0
-USERS = 512  # ranked at once, on all processes together
+USERS = 512  # ranked at once, on all ranks together
 SETTINGS = [
     *(f"model.dim={DIM}", "model.num_layers=2", "model.num_heads=2", "model.max_positions=512"),
     "model.temporal_periods=[3600, 86400, 604800, 31536000]",
@@ -102,7 +102,7 @@ def load(run_dir: Path) -> Any:
 
 
 def evaluation(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
-    """Memory and speed on one and on two processes."""
+    """Memory and speed on one and on two ranks."""
     found = {}
     for processes in (1, 2):
         with WorkerGroup(processes, timeout_seconds=900) as group:
@@ -162,7 +162,7 @@ def scored(run_dir: Path) -> dict[str, float]:
             a @ a
 
     def together(function: Callable[[], Any]) -> None:
-        dist.barrier()  # both processes measure the same thing at the same time
+        dist.barrier()  # both ranks measure the same thing at the same time
         function()
 
     functions: list[Callable[[], Any]] = [peak, partial(catalogue.ranks, plain), partial(catalogue.ranks, filtered)]
@@ -184,7 +184,7 @@ def scored(run_dir: Path) -> dict[str, float]:
 
 
 def export(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
-    """Peak memory of an export on two processes."""
+    """Peak memory of an export on two ranks."""
     rows, raw = [], {}
     worst = 0.0
     for name, exact in (("flat", items), ("hnsw", 0)):

@@ -262,7 +262,7 @@ def _batch(items: int, events: int) -> Any:
 
 
 def scaling(scratch: Path) -> tuple[str, list[Aim], Any]:
-    """Events per second of one and of two processes of one thread."""
+    """Events per second of one and of two ranks of one thread."""
     same = [setting for setting in MOVIES_SETTINGS if not setting.startswith("batch.users")]
     run = [dataset(scratch, "movies", MOVIES), *same, "batch.events=16384", *QUIET]
     speeds: dict[int, list[float]] = {1: [], 2: []}

@@ -1,9 +1,9 @@
-"""Two processes that train and are killed while a checkpoint is being written, once at each of several moments.
+"""Two ranks that train and are killed while a checkpoint is being written, once at each of several moments.
 
     python -m integration_tests.killed_saves DIRECTORY SETTING...
 
 A run for every moment in ``MOMENTS``, in ``DIRECTORY/MOMENT``. The save of step ``STRUCK`` is held open there while
-training goes on to its last step; then both processes are killed.
+training goes on to its last step; then both ranks are killed.
 """
 
 import json

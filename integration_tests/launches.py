@@ -97,7 +97,7 @@ def until(condition: Callable[[], Any], process: subprocess.Popen[bytes], log: P
 
 
 def held(run_dir: Path, world: int) -> dict[int, dict[str, int]] | None:
-    """The processes that wait at ``RUN/hold``, by rank, once all of them do; see held_training."""
+    """The ranks that wait at ``RUN/hold``, by rank, once all of them do; see held_training."""
     files = [run_dir / "held" / str(rank) for rank in range(world)]
     if not all(file.exists() for file in files):
         return None

@@ -93,17 +93,17 @@ def plain(run_dir, data, step=None):
 
 
 def vectors(run, users):
-    """(B, D) of users given as items, times, actions and the time asked: the forward pass over the last events."""
+    """(B, D) of users given as items, times, actions and the request time: the forward pass over the last events."""
     n = run.config.batch.max_length
     rows = run.table[[i if run.known[i] else 0 for items, *_ in users for i in items[-n:]]]
     if run.features:
         rows = rows + run.features["feature_action"][[a for _, _, actions, _ in users for a in actions[-n:]]]
     ends = torch.tensor([len(items[-n:]) for items, *_ in users]).cumsum(0)
     times = torch.tensor([t for _, times, *_ in users for t in times[-n:]])
-    asked = torch.tensor([each for *_, each in users])
+    request_times = torch.tensor([each for *_, each in users])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny products: threads would only wait for each other
-    found = run.encoder(rows, torch.cat([torch.zeros(1, dtype=torch.int64), ends]), times, asked)[ends - 1]
+    found = run.encoder(rows, torch.cat([torch.zeros(1, dtype=torch.int64), ends]), times, request_times)[ends - 1]
     torch.set_num_threads(threads)
     return torch.nn.functional.normalize(found, dim=1) if run.config.loss.similarity == "cosine" else found
 

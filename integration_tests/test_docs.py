@@ -32,7 +32,7 @@ def test_the_code_of_a_page_runs(page, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_sharded_example_runs_on_two_processes(tmp_path):
+def test_the_sharded_example_runs_on_two_ranks(tmp_path):
     (code,) = [block for block in blocks(ROOT / "docs" / "plug-in.md") if "DistributedModelParallel" in block]
     script = tmp_path / "sharded.py"
     script.write_text(code)

@@ -1,4 +1,4 @@
-"""Exact evaluation: equal to counting, from any checkpoint on any number of processes; and what is refused."""
+"""Exact evaluation: equal to counting, from any checkpoint on any number of ranks; and what is refused."""
 
 import json
 import shutil

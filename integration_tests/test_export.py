@@ -34,7 +34,7 @@ def export(run_dir, output, load_options=None, **options):
 
     run = small.load(run_dir, **(load_options or {}))
     options = {"state_min_events": 10, "programs": False, **options}
-    loading._EVENTS, users._PART_USERS = 200, 9  # several parts a process
+    loading._EVENTS, users._PART_USERS = 200, 9  # several parts a rank
     return exporting.export(run, output, ExportOptions(**options)).users
 
 
@@ -312,7 +312,7 @@ def test_an_output_that_exists_is_never_touched(workers, trained, tmp_path):
         ("-5", ["before the data's first event"]),
     ],
 )
-def test_times_that_cannot_be_meant_are_refused(workers, trained, tmp_path, as_of, words):
+def test_implausible_times_are_refused(workers, trained, tmp_path, as_of, words):
     refused(workers, trained, tmp_path / "out", *words, as_of=as_of)
     assert not (tmp_path / "out").exists()
 

@@ -46,7 +46,7 @@ def release(run_dir):
 
 
 def held_with_a_checkpoint(run_dir, world=2):
-    """The waiting processes, once the checkpoint before the hold is complete."""
+    """The waiting ranks, once the checkpoint before the hold is complete."""
     return held(run_dir, world) if latest(run_dir) == HOLD - HOLD % EVERY else None
 
 
@@ -60,14 +60,14 @@ def ends_as_undisturbed(run_dir, undisturbed):
 
 @pytest.fixture(scope="module")
 def undisturbed(data, tmp_path_factory):
-    """Losses of a run that nobody touches: plain dist.ddp, two processes on one node."""
+    """Losses of a run that nobody touches: plain dist.ddp, two ranks on one node."""
     path = tmp_path_factory.mktemp("undisturbed")
     with launched(*ddp(path / "run", data, TRAIN), log=path / "log") as process:
         finish(process, path / "log")
     return runs.losses(path / "run")
 
 
-def test_two_processes_on_one_node(undisturbed):
+def test_two_ranks_on_one_node(undisturbed):
     assert list(undisturbed) == list(range(1, STEPS + 1))
     assert undisturbed[STEPS] < undisturbed[1]
 

@@ -19,10 +19,10 @@ def run(monkeypatch, capsys):
 MANY = ("--nodes", "8", "--procs-per-node", "8", "--device", "cuda")
 
 
-def test_64_processes_and_100_million_items_fit_80_gb(run):
+def test_64_ranks_and_100_million_items_fit_80_gb(run):
     code, said = run(*MANY, "batch.streams=64")
     assert code == 0, said
-    assert "FITS: 6.24 GB of 80 GB a process (8%)" in said
+    assert "FITS: 6.24 GB of 80 GB a rank (8%)" in said
     assert "item_table           row_wise       dense           64        1,562,501      128        800.0" in said
     assert "rows, reduce-scatter" in said
     assert "batch.streams" not in said
@@ -33,10 +33,10 @@ def test_a_table_on_one_device_is_refused_with_what_would_fit(run):
     assert code == 1
     assert "DOES NOT FIT: 207.27 GB of 80 GB" in said
     assert "tables.sharding=row_wise" in said.partition("What would fit")[2]
-    assert "64 processes need batch.streams=64" in said
+    assert "64 ranks need batch.streams=64" in said
 
 
-def test_what_cannot_be_meant_is_refused(run, capsys):
+def test_what_is_implausible_is_refused(run, capsys):
     for value in ("0", "-1", "inf"):
         with pytest.raises(SystemExit):
             run("--memory-gb", value)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.timeout(300)
 def test_histories_of_16384_events_train_through_torchx(tmp_path):
-    """configs/long_16k.yaml as it stands, two processes, with a process that reads ahead on each."""
+    """configs/long_16k.yaml as it stands, two ranks, with a process that reads ahead on each."""
     long = SyntheticConfig(users=8, items=1000, median_length=16_500, length_sigma=0.0, max_length=16_500)
     prepare_synthetic(long, tmp_path / "data")
     command = ["torchx", "run", "dist.ddp", "-j", "1x2", "-m", "pipelines.train", "--"]

@@ -41,7 +41,7 @@ def _list(run: Path) -> int:
         marks = " ".join(which for which, found in names.items() if found == path)
         size = sum(size for size, _ in info.files.values()) / 2**20
         metrics = " ".join(f"{name} {info.metrics[name]:.4f}" for name in ("hr@10", "ndcg@10") if info.metrics)
-        print(f"{path.name}  {size:9.1f} MiB  {info.world_size} processes  {marks:12s} {metrics}".rstrip())
+        print(f"{path.name}  {size:9.1f} MiB  {info.world_size} ranks  {marks:12s} {metrics}".rstrip())
     return 0
 
 

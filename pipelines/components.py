@@ -49,14 +49,14 @@ def train(
         config: YAML file of the experiment, as the workers see it
         run_dir: directory of the run, on storage that all workers share
         module: Python module to run
-        j: [min_nodes:]nodes x processes per node, for example 1x2, 2x8 or 1:2x4
+        j: [min_nodes:]nodes x ranks per node, for example 1x2, 2x8 or 1:2x4
         image: container image for cluster schedulers, with the repository as working directory (see Dockerfile)
         name: job name, experiment/run
         cpu: cores per node
         gpu: GPUs per node
         mem_mb: memory per node in MB
         host: named resource; replaces cpu, gpu and mem_mb
-        threads: OMP threads per process
+        threads: OMP threads per rank
         restarts: how often torchrun restarts all workers when one fails
         retries: how often the scheduler restarts the whole job
         rdzv_port: rendezvous port of a job on several nodes; 0 takes a random free one, so that jobs on one host do
@@ -104,19 +104,19 @@ def group(
     env: Optional[Dict[str, str]] = None,
     mounts: Optional[List[str]] = None,
 ) -> specs.AppDef:
-    """Run a module on a group of processes with torchrun: dist.ddp with this project's settings.
+    """Run a module on a group of ranks with torchrun: dist.ddp with this project's settings.
 
     Args:
         arguments: of the module
         module: Python module to run
-        j: [min_nodes:]nodes x processes per node, for example 1x2, 2x8 or 1:2x4
+        j: [min_nodes:]nodes x ranks per node, for example 1x2, 2x8 or 1:2x4
         image: container image for cluster schedulers, with the repository as working directory (see Dockerfile)
         name: job name, experiment/run
         cpu: cores per node
         gpu: GPUs per node
         mem_mb: memory per node in MB
         host: named resource; replaces cpu, gpu and mem_mb
-        threads: OMP threads per process
+        threads: OMP threads per rank
         restarts: how often torchrun restarts all workers when one fails
         retries: how often the scheduler restarts the whole job
         rdzv_port: rendezvous port of a job on several nodes; 0 takes a random free one, so that jobs on one host do

@@ -1,4 +1,4 @@
-"""The whole way once: a log, a dataset, training on two processes, evaluation, export, new events, a recommendation.
+"""The whole way once: a log, a dataset, training on two ranks, evaluation, export, new events, a recommendation.
 
     python -m pipelines.demo [--data PATH/TO/ml-1m] [--directory runs/demo]
 
@@ -31,7 +31,7 @@ class Stage:
 
 
 def synthetic_stages(directory: Path) -> list[Stage]:
-    """On made-up histories with habits, some beyond 10,000 events."""
+    """On synthetic histories with habits, some beyond 10,000 events."""
     root = shlex.quote(str(directory))
     return [
         Stage(
@@ -72,7 +72,7 @@ def training_stages(root: str, config: str, *settings: str) -> list[Stage]:
     """Training, its curve, what it is worth, and its vectors."""
     more = " ".join([f"data.path={root}/data", *settings])
     return [
-        Stage("train on two processes", f"{TWO} pipelines.train -- --config {config} --run-dir {root}/run {more}"),
+        Stage("train on two ranks", f"{TWO} pipelines.train -- --config {config} --run-dir {root}/run {more}"),
         Stage("plot the learning curve", f"python -m pipelines.curve {root}/run"),
         Stage(
             "rank every user's last event among all items, beside simple baselines",

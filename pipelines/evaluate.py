@@ -27,8 +27,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", choices=LEVELS)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m pipelines.evaluate", description=__doc__.splitlines()[0])
     add_run_options(found)
     add_options(found, EvaluateOptions)
@@ -39,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 @record
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, on as many ranks as torchrun has started."""
-    given = parser().parse_args(arguments)
+    given = _parser().parse_args(arguments)
     setup_logging(given.log_level)
     try:
         options = options_from(given, EvaluateOptions)

@@ -20,8 +20,7 @@ from fuxi_torchrec.options import add_options, options_from
 from pipelines.evaluate import add_run_options
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m pipelines.export", description=__doc__.splitlines()[0])
     add_run_options(found)
     found.add_argument("--output", required=True, type=Path, metavar="DIR", help="must not exist")
@@ -32,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
 @record
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export, on as many ranks as torchrun has started."""
-    given = parser().parse_args(arguments)
+    given = _parser().parse_args(arguments)
     setup_logging(given.log_level)
     manifest = export(given.run_dir, given.output, options_from(given, ExportOptions), options_from(given, RunOptions))
     get_logger(__name__).info(

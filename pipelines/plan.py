@@ -1,4 +1,4 @@
-"""Plan a run on machines that are not here: sharding, memory of a process, communication of a step.
+"""Plan a run on machines that are not here: sharding, memory of a rank, communication of a step.
 
     python -m pipelines.plan --config configs/long_16k.yaml --nodes 8 --procs-per-node 8 --items 100000000 --device cuda
 
@@ -20,19 +20,18 @@ if TYPE_CHECKING:  # TorchRec takes seconds to import: not for --help
     from fuxi_torchrec.training import planning
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m pipelines.plan", description=__doc__.splitlines()[0])
     found.add_argument("--config", help="YAML file of the experiment")
     found.add_argument("--nodes", type=_positive, default=1, help="hosts")
-    found.add_argument("--procs-per-node", type=_positive, default=1, help="processes on a host, one a device")
+    found.add_argument("--procs-per-node", type=_positive, default=1, help="ranks on a host, one a device")
     found.add_argument("--items", type=_positive, required=True, help="of the catalogue")
     found.add_argument(
         "--feature-rows", type=_feature, action="append", default=[], metavar="NAME=ROWS", help="of a feature table"
     )
     found.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     found.add_argument(
-        "--memory-gb", type=_positive_number, help="of a device, or a process's share of a host (80; cpu: 16)"
+        "--memory-gb", type=_positive_number, help="of a device, or a rank's share of a host (80; cpu: 16)"
     )
     found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
@@ -59,7 +58,7 @@ def _feature(text: str) -> tuple[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; 1 if it does not fit."""
-    options = parser().parse_intermixed_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(options.config, options.overrides)
     except ConfigError as error:
@@ -79,28 +78,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     tables = planning.described_tables(config, options.items, features)
     print(
-        f"{cluster.nodes} nodes x {cluster.per_node} processes on {cluster.device}, {gigabytes:g} GB each; "
+        f"{cluster.nodes} nodes x {cluster.per_node} ranks on {cluster.device}, {gigabytes:g} GB each; "
         f"{options.items:,} items, d = {config.model.dim}, {config.optimizer.kind}\n"
     )
     if config.batch.streams < cluster.ranks:
-        print(
-            f"batch.streams is {config.batch.streams}: {cluster.ranks} processes need batch.streams={cluster.ranks}\n"
-        )
+        print(f"batch.streams is {config.batch.streams}: {cluster.ranks} ranks need batch.streams={cluster.ranks}\n")
     try:
         found = planning.estimate(config, tables, cluster)
     except ShardingError as error:
         print(f"no plan: {error}")
         return 1
     print(_sharding(found.parts))
-    print(f"\nMemory of the busiest process, {found.events:,} events and {found.lookups:,} rows looked up at once:\n")
+    print(f"\nMemory of the busiest rank, {found.events:,} events and {found.lookups:,} rows looked up at once:\n")
     print(_sizes(found.memory, "total", found.total))
     if config.batch.max_events_per_rank is None:
         bound = "batch.max_events_per_rank bounds it" if config.optimizer.kind == "adamw" else "leave room for it"
-        print(f"\nThese are a process's events in a mean step; where histories differ, the largest has more: {bound}.")
+        print(f"\nThese are a rank's events in a mean step; where histories differ, the largest has more: {bound}.")
     if found.host:
         print(f"{'host memory, while a checkpoint is written':<48} {_size(found.host):>10}")
-        print(f"{'the same for all processes of a node, at most':<48} {_size(found.host * cluster.per_node):>10}")
-    print("\nSent by the busiest process in a step (a micro-batch, if there are several):\n")
+        print(f"{'the same for all ranks of a node, at most':<48} {_size(found.host * cluster.per_node):>10}")
+    print("\nSent by the busiest rank in a step (a micro-batch, if there are several):\n")
     print(_sizes(found.sent, "total", sum(found.sent.values())))
     if found.fits(cluster):
         try:
@@ -109,11 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"\nDOES NOT FIT: {error}")
         else:
             share = found.total / cluster.memory
-            print(f"\nFITS: {_size(found.total)} of {gigabytes:g} GB a process ({share:.0%}).")
+            print(f"\nFITS: {_size(found.total)} of {gigabytes:g} GB a rank ({share:.0%}).")
             return 0
     else:
         usable = f"{planning.USABLE:.0%} can be used"
-        print(f"\nDOES NOT FIT: {_size(found.total)} of {gigabytes:g} GB a process, of which {usable}.")
+        print(f"\nDOES NOT FIT: {_size(found.total)} of {gigabytes:g} GB a rank, of which {usable}.")
     _print_changes(config, options.items, features, cluster)
     return 1
 
@@ -132,7 +129,7 @@ def _print_changes(config: Config, items: int, features: dict[str, int], cluster
 
 def _sharding(parts: "list[Placement]") -> str:
     """Like parts of a table in one line."""
-    head = f"{'table':<20} {'sharding':<14} {'kernel':<7} {'processes':>10}"
+    head = f"{'table':<20} {'sharding':<14} {'kernel':<7} {'ranks':>10}"
     lines = [f"{head} {'rows of a part':>16} {'columns':>8} {'MB':>12}"]
     for table in dict.fromkeys(part.table for part in parts):
         own = [part for part in parts if part.table == table]

@@ -31,8 +31,7 @@ from fuxi_torchrec.options import add_options, options_from
 CLEARING_SECONDS = 5.0
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m pipelines.prepare", description="Event logs to a dataset.")
     kinds = parser.add_subparsers(dest="source", required=True, metavar="SOURCE")
 
@@ -146,7 +145,7 @@ def stopped_by_signals() -> Iterator[list[signal.Signals]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prepare and say what came of it."""
-    args = parse(arguments)
+    args = _parse(arguments)
     setup_logging()
     marker, there = f"{args.output.rstrip('/')}/{INFO}", True
     with stopped_by_signals() as received:

@@ -17,8 +17,7 @@ from fuxi_torchrec.distributed import exit_now
 from fuxi_torchrec.logging import get_logger, setup_logging
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m pipelines.train", description=__doc__.splitlines()[0])
     found.add_argument("--config", help="YAML file of the experiment; by default the run's own, if it exists")
     found.add_argument("--run-dir", required=True, type=Path, help="directory of the run; an existing run is resumed")
@@ -30,14 +29,14 @@ def parser() -> argparse.ArgumentParser:
 @record
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, on as many ranks as torchrun has started."""
-    options = parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     own = options.run_dir / "config.yaml"
     config = load_config(options.config or (own if own.exists() else None), options.overrides)
     setup_logging(config.logging.level)
     summary = train(config, options.run_dir, init_from=options.init_from)
     get_logger(__name__).info(
         "%s: %d steps in %.1f s, %s events/s%s; %s",
-        "stopped as asked" if summary["preempted"] else "done",
+        "preempted" if summary["preempted"] else "done",
         summary["step"],
         summary["seconds"],
         f"{summary['events_per_second']:,}",

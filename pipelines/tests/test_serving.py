@@ -117,6 +117,6 @@ def test_serve_takes_its_token_from_a_file_or_the_environment(export, tmp_path, 
         (["--batch-window-ms", "nan"], "--batch-window-ms must be at least 0, not nan"),
     ],
 )
-def test_serve_refuses_numbers_that_cannot_be_meant(export, capsys, arguments, message):
+def test_serve_refuses_implausible_numbers(export, capsys, arguments, message):
     assert serve.main(["--export", str(export), *arguments]) == 1
     assert capsys.readouterr().err.strip() == f"serve: {message}"
