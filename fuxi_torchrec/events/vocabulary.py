@@ -26,7 +26,7 @@ def read_values(path: str) -> pa.Array:
 
 
 class Vocabulary:
-    """Items 1 .. n; index 0 is an item nobody knows.
+    """Items 1 .. n, as an ``items.parquet`` has them; index 0 is an unknown item.
 
     Args:
         raw: (n,) raw ids, integers or strings, in the order of their indices.
@@ -38,7 +38,6 @@ class Vocabulary:
 
     @staticmethod
     def read(path: str) -> "Vocabulary":
-        """From an ``items.parquet``."""
         filesystem, inside = resolve(path)
         try:
             table = pq.read_table(inside, columns=["item_id", "index", "count"], filesystem=filesystem)
