@@ -288,7 +288,8 @@ def test_workers_share_the_cache(dataset, monkeypatch):
     before = own.maker.reader.cache_bytes
     steps = loading._Steps(own, loading._unchanged)
     monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(dataset=steps, num_workers=3))
-    loading._share_cache(0)
+    monkeypatch.setattr(loading.os, "setpgrp", lambda: None)
+    loading._begin_worker(0)
     assert own.maker.reader.cache_bytes == before // 3
 
 

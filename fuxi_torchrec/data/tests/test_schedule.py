@@ -147,7 +147,7 @@ def test_shuffling_keeps_few_blocks_open():
 def test_streams_are_divided_and_too_many_processes_refused():
     owned = [list(streams_of_rank(rank, 3, 16)) for rank in range(3)]
     assert list(itertools.chain.from_iterable(owned)) == list(range(16))
-    with pytest.raises(ValueError, match="17 processes need at least as many streams, there are 16: raise num_streams"):
+    with pytest.raises(ValueError, match="17 ranks need at least as many streams, there are 16: raise num_streams"):
         streams_of_rank(0, 17, 16)
 
 
