@@ -90,7 +90,8 @@ class BatchMaker:
         order = np.sort(chosen)  # by row, and so by block
         user, window = schedule.sequences.user[order], schedule.sequences.window[order]
         pieces = []
-        for block, rows, part in self._blocks(user):
+        for number, rows, part in self.reader.by_block(user):
+            block = self.reader.block(number)
             inputs = np.maximum(self.bounds(block).train_end[rows] - 1, 0)  # the last one is only a target
             begin = np.maximum(inputs - most, 0) if recent else np.minimum(window[part] * most, inputs)
             pieces.append(_Piece(block, rows, begin, np.minimum(begin + most, inputs), user[part]))
@@ -103,7 +104,8 @@ class BatchMaker:
         """
         pieces = []
         order = np.sort(users)
-        for block, rows, chosen in self._blocks(order):
+        for number, rows, chosen in self.reader.by_block(order):
+            block = self.reader.block(number)
             target = self.bounds(block).target(part)[rows]
             has = target >= 1
             begin = np.maximum(target[has] - max_length, 0)
@@ -121,7 +123,8 @@ class BatchMaker:
         """
         pieces, before = [], [np.zeros(0, np.int64)]
         order = np.sort(users)
-        for block, rows, chosen in self._blocks(order):
+        for number, rows, chosen in self.reader.by_block(order):
+            block = self.reader.block(number)
             first, end = block.offsets[rows], block.offsets[rows + 1]
             stop = end - first
             if until is not None:
@@ -146,16 +149,6 @@ class BatchMaker:
             train_end = self.bounds(block).train_end
             index = ranges(block.offsets[:-1], np.maximum(train_end - 1, 0))
             yield block.items[index], block.items[index + 1]
-
-    def _blocks(self, users: Ints) -> "list[tuple[Block, Ints, slice]]":
-        """Of sorted users: each block, its rows, and their place among the users."""
-        numbers = np.searchsorted(self.reader.first_user, users, side="right") - 1
-        found = []
-        for number in np.unique(numbers).tolist():
-            a, b = np.searchsorted(numbers, [number, number + 1]).tolist()
-            rows = users[a:b] - self.reader.first_user[number]
-            found.append((self.reader.block(number), rows, slice(a, b)))
-        return found
 
     def _join(
         self, pieces: "list[_Piece]", epoch: int | None = None, end: Position | None = None, targets: bool = True

@@ -18,7 +18,7 @@ from fuxi_torchrec.events.filesystem import read_bytes
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
-from fuxi_torchrec.events.vocabulary import Vocabulary, read_values
+from fuxi_torchrec.events.vocabulary import Vocabulary, read_table
 
 VERSION = 2
 INFO = "dataset.json"
@@ -107,7 +107,8 @@ class Dataset:
 
     def feature_values(self, name: str) -> pa.Array:
         """Raw values of a feature of text, in the order of their indices, from 1."""
-        return read_values(self.file(f"feature-{name}.parquet"))
+        table = read_table(self.file(f"feature-{name}.parquet"), ["value", "index"])
+        return table.sort_by("index")["value"].combine_chunks()
 
 
 def histogram(lengths: Ints) -> dict[str, int]:

@@ -6,6 +6,7 @@ positions is enough: it keeps the order, its workers carry no state, and to resu
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -113,14 +114,9 @@ class Loader:
             for step in range(start.step if epoch == start.epoch else 0, self.steps(epoch)):
                 yield Position(epoch, step)
 
-    def batches(self, start: Position, end_epoch: int) -> Iterator[EventBatch]:
-        """The micro-batches from a position to the beginning of an epoch."""
-        for micro_batches in self.converted(start, end_epoch, _unchanged):
-            yield from micro_batches
-
     def epoch(self, start: Position) -> Iterator[EventBatch]:
         """The micro-batches from a position to the end of its epoch."""
-        return self.batches(start, start.epoch + 1)
+        return chain.from_iterable(self.converted(start, start.epoch + 1, _unchanged))
 
     def step(self, position: Position) -> list[EventBatch]:
         """The micro-batches of one step; the last one carries the position after it."""

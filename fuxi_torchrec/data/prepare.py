@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
@@ -17,11 +16,12 @@ from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.filesystem import exists, resolve
+from fuxi_torchrec.events.filesystem import exists
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
 from fuxi_torchrec.events.sources import Source
 from fuxi_torchrec.events.times import DAY, PER_SECOND, YEAR, show_time
+from fuxi_torchrec.events.vocabulary import read_table
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.options import option
 
@@ -78,7 +78,8 @@ class _Preparation:
         self.times = (log.first or 0, log.last or 0)
         self._filter()
         total = self._count()
-        items = self._item_vocabulary()
+        often = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
+        items = self._vocabulary(ITEMS, "items", "item_id", often)
         vocabularies = self._feature_vocabularies()
         buckets = self._fill_buckets(vocabularies, total)
         ids = _in_parts(self.database.batches("SELECT user_id FROM users ORDER BY number", _BATCH))
@@ -147,48 +148,33 @@ class _Preparation:
                 show_time(last, unit),
             )
 
-    def _item_vocabulary(self) -> int:
-        """items.parquet: what every item index means."""
-        old = self._previous(ITEMS)
-        if old is not None:
-            self._check_same_type("item_id", old)
-        counts = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
-        self._vocabulary("items", "item_id", counts, old)
-        table = self.database.table("SELECT item_id, index, count FROM items ORDER BY index")
-        self.writer.write_table(ITEMS, table)
-        return int(table.num_rows)
+    def _vocabulary(self, file: str, table: str, column: str, counts: str) -> int:
+        """A table, and a file, of indices 1.. by falling count; and how many there are.
 
-    def _previous(self, name: str) -> str | None:
-        """The path of a vocabulary of the dataset that is extended, None if there is none."""
-        path = None if self.extended is None else self.extended.file(name)
-        return path if path is not None and exists(path) else None
-
-    def _vocabulary(self, table: str, column: str, counts: str, old: str | None) -> None:
-        """Indices 1.. by falling count; with an old vocabulary, its indices first and new values behind them."""
+        If the dataset that is extended has the file, its indices come first and new values behind them.
+        """
         new = f"CAST(row_number() OVER (ORDER BY count DESC, {column}) AS INTEGER)"
-        if old is None:
-            self.database.rows(f"CREATE TABLE {quote(table)} AS SELECT {column}, {new} AS index, count FROM ({counts})")
-            return
-        before = quote("old_" + table)
-        filesystem, inside = resolve(old)
-        self.database.load(before, pq.read_table(inside, filesystem=filesystem))
-        top = self.database.value(f"SELECT coalesce(max(index), 0) FROM {before}")
-        self.database.rows(
-            f"CREATE TABLE {quote(table)} AS WITH counts AS ({counts}) "
-            f"SELECT o.{column}, o.index, coalesce(c.count, 0) AS count "
-            f"FROM {before} o LEFT JOIN counts c USING ({column}) UNION ALL "
-            f"SELECT {column}, CAST({top} + {new} AS INTEGER), count "
-            f"FROM counts WHERE {column} NOT IN (SELECT {column} FROM {before})"
-        )
-
-    def _check_same_type(self, column: str, path: str) -> None:
-        """Ids of the events and of an old vocabulary are of one kind."""
-        filesystem, inside = resolve(path)
-        old = pq.read_schema(inside, filesystem=filesystem).field(column).type
-        was = "text" if pa.types.is_string(old) or pa.types.is_large_string(old) else "integer"
-        now = "text" if self.database.value(f"SELECT typeof({column}) FROM events LIMIT 1") == "VARCHAR" else "integer"
-        if was != now:
-            raise DataError(f"{path} has {column} as {was}, this source as {now}: they must be of one kind")
+        old = None if self.extended is None else self.extended.file(file)
+        if old is None or not exists(old):
+            self.database.rows(f"CREATE TABLE {table} AS SELECT {column}, {new} AS index, count FROM ({counts})")
+        else:
+            previous = read_table(old, [column, "index"])
+            was, now = (_kind(each[column].type) for each in (previous, self.database.table(f"{counts} LIMIT 0")))
+            if was != now:
+                raise DataError(f"{old} has {column} as {was}, this source as {now}: they must be of one kind")
+            self.database.load("previous", previous)
+            top = self.database.value("SELECT coalesce(max(index), 0) FROM previous")
+            self.database.rows(
+                f"CREATE TABLE {table} AS WITH counts AS ({counts}) "
+                f"SELECT o.{column}, o.index, coalesce(c.count, 0) AS count "
+                f"FROM previous o LEFT JOIN counts c USING ({column}) UNION ALL "
+                f"SELECT {column}, CAST({top} + {new} AS INTEGER), count "
+                f"FROM counts WHERE {column} NOT IN (SELECT {column} FROM previous)"
+            )
+            self.database.rows("DROP TABLE previous")
+        found = self.database.table(f"SELECT {column}, index, count FROM {table} ORDER BY index")
+        self.writer.write_table(file, found)
+        return int(found.num_rows)
 
     def _feature_vocabularies(self) -> list[str]:
         """Strings get a vocabulary, feature-NAME.parquet, indices 1.. by falling count; integers stay as they are."""
@@ -206,11 +192,8 @@ class _Preparation:
                 self._check_dense(name, value, before.rows if before else 0)
                 continue
             counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
-            self._vocabulary("feature_table_" + name, "value", counts, self._previous(f"feature-{name}.parquet"))
-            coded_as = quote("feature_table_" + name)
-            table = self.database.table(f"SELECT value, index, count FROM {coded_as} ORDER BY index")
-            self.writer.write_table(f"feature-{name}.parquet", table)
-            self.writer.reserve(name, table.num_rows + 1)
+            size = self._vocabulary(f"feature-{name}.parquet", quote("feature_table_" + name), "value", counts)
+            self.writer.reserve(name, size + 1)
             coded.append(name)
         return coded
 
@@ -276,6 +259,10 @@ class _Preparation:
         values = [self.database.value(f"SELECT coalesce(sum(len({column})), 0) FROM events") for column in lists]
         each = 8 * (4 + len(self.log.features) + sum(map(int, values)) / total)
         return max(1, min(BUCKET_EVENTS, int(self.database.budget / 16 / each)))
+
+
+def _kind(type_: pa.DataType) -> str:
+    return "text" if pa.types.is_string(type_) or pa.types.is_large_string(type_) else "integer"
 
 
 def _narrow(column: str, least: int, most: int) -> tuple[str, int]:

@@ -1,7 +1,7 @@
 """Parquet list rows to flat arrays, one row group at a time, through Arrow's offsets: nothing is done per event."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fuxi_torchrec.data.dataset import ITEM, TARGET, TIME, USER, Dataset
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.filesystem import resolve
-from fuxi_torchrec.events.histories import Column, Histories, Ragged, bounds_of
+from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -86,10 +86,10 @@ class Reader:
         return int(self.first_user[-1])
 
     @property
-    def block_of_user(self) -> NDArray[np.int64]:
+    def block_of_user(self) -> Ints:
         return np.repeat(np.arange(len(self.groups)), np.diff(self.first_user))
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """Events of each user, from one column alone."""
         parts = [np.zeros(0, np.int64)]
         for number in range(len(self.groups)):
@@ -97,7 +97,7 @@ class Reader:
             parts.append(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64))
         return np.concatenate(parts)
 
-    def block_bytes(self) -> NDArray[np.int64]:
+    def block_bytes(self) -> Ints:
         """Bytes of each block in memory, from the files' metadata alone."""
         sizes = []
         multiple = {feature.name for feature in self.dataset.info.features if feature.multiple}
@@ -126,15 +126,21 @@ class Reader:
             held -= self._cache.popitem(last=False)[1].nbytes
         return block
 
-    def ids_of(self, users: NDArray[np.int64]) -> pa.Array:
+    def ids_of(self, users: Ints) -> pa.Array:
         """Raw ids of some users, by their rows in rising order."""
-        numbers = np.searchsorted(self.first_user, users, side="right") - 1
         type_ = self._file(0).schema_arrow.field(USER).type if self.groups else pa.int64()
         parts = [pa.array([], type_)]
-        for number in np.unique(numbers).tolist():
+        for number, rows, _ in self.by_block(users):
             (ids,) = self._columns(number, [USER])
-            parts.append(ids.take(pa.array(users[numbers == number] - self.first_user[number])).cast(type_))
+            parts.append(ids.take(pa.array(rows)).cast(type_))
         return pa.concat_arrays(parts)
+
+    def by_block(self, users: Ints) -> Iterator[tuple[int, Ints, slice]]:
+        """Of users in rising order: each block's number, the rows in it, and their place among the users."""
+        numbers = np.searchsorted(self.first_user, users, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            a, b = np.searchsorted(numbers, [number, number + 1]).tolist()
+            yield number, users[a:b] - self.first_user[number], slice(a, b)
 
     def _file(self, number: int) -> Any:
         if number not in self._files:
@@ -203,8 +209,8 @@ class Reader:
         return {name: _emptied(column, bad) for name, column in columns.items()}
 
 
-def _offsets(column: pa.Array) -> NDArray[np.int64]:
-    offsets: NDArray[np.int64] = column.offsets.to_numpy().astype(np.int64)
+def _offsets(column: pa.Array) -> Ints:
+    offsets: Ints = column.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]
 
 
@@ -217,11 +223,11 @@ def _feature(events: pa.Array) -> Column:
     """Values of a feature: one of each event, or a list of each."""
     if pa.types.is_list(events.type):
         return Ragged(_values(events).astype(np.int64), _offsets(events))
-    values: NDArray[np.int64] = events.to_numpy(zero_copy_only=False).astype(np.int64)
+    values: Ints = events.to_numpy(zero_copy_only=False).astype(np.int64)
     return values
 
 
-def _rows(column: pa.Array) -> NDArray[np.int64]:
+def _rows(column: pa.Array) -> Ints:
     """The row of each value of a list column."""
     return pc.list_parent_indices(column).to_numpy().astype(np.int64)
 

@@ -19,20 +19,13 @@ from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.data.dataset import INFO, ITEM, TARGET, TIME, USER, VERSION, DatasetInfo, FileInfo, histogram
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
-from fuxi_torchrec.events.filesystem import exists, is_local, resolve, write_bytes
+from fuxi_torchrec.events.filesystem import exists, is_local, resolve
+from fuxi_torchrec.events.histories import bounds_of
 from fuxi_torchrec.events.log import LogSpec
 
 ROW_GROUP_EVENTS = 2**16  # small: the reader mixes several row groups of every stream
 FILE_EVENTS = 2**23
 _AHEAD = 32  # pieces of work, two for each row group
-
-
-def list_rows(users: pa.Array, lengths: np.ndarray, events: pa.Table | pa.RecordBatch) -> pa.Table:
-    """One row per user, of the events of all, one after another."""
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-    names = [name for name in events.schema.names if name != USER]
-    lists = {name: pa.ListArray.from_arrays(offsets, _single(events[name])) for name in names}
-    return pa.table({USER: users, **lists})
 
 
 def encoding(schema: pa.Schema) -> dict[str, Any]:
@@ -101,7 +94,10 @@ class DatasetWriter:
 
         It is written while the caller makes the next ones; an error shows there, or in :meth:`finish`.
         """
-        rows = list_rows(users, lengths, events)
+        offsets = pa.array(bounds_of(lengths), pa.int32())
+        names = [name for name in events.schema.names if name != USER]
+        lists = {name: pa.ListArray.from_arrays(offsets, _single(events[name])) for name in names}
+        rows = pa.table({USER: users, **lists})
         self._lengths.append(lengths)
         self._working.append(self._writing.submit(self._write, rows, events.num_rows))
         self._working.append(self._noting.submit(self._note, rows))
@@ -176,7 +172,9 @@ class DatasetWriter:
             source=self.source,
             fingerprint=self._digest.hexdigest()[:32],
         )
-        write_bytes(f"{self.place}/{INFO}", info.to_json().encode())
+        filesystem, inside = resolve(f"{self.place}/{INFO}")
+        with filesystem.open_output_stream(inside) as file:
+            file.write(info.to_json().encode())
         if self._local is not None:
             self._local.commit()
         return info

@@ -42,13 +42,6 @@ def read_bytes(path: str | Path) -> bytes:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def write_bytes(path: str | Path, content: bytes) -> None:
-    """Put a whole file in place of any other."""
-    filesystem, inside = resolve(path)
-    with filesystem.open_output_stream(inside) as file:
-        file.write(content)
-
-
 def exists(path: str | Path) -> bool:
     """Whether there is something at the path."""
     filesystem, inside = resolve(path)
