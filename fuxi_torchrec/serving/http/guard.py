@@ -21,11 +21,9 @@ class Guard:
     """Asks for the token before the body, limits bodies, counts requests and times them.
 
     Args:
-        app: what is guarded.
         token: that callers must show, if given.
-        open_paths: where nobody is asked for it, and no body is read.
+        open_paths: where no token is needed, and no body is read.
         paths: that there are; the others are counted as one.
-        body_bytes: of a request.
         observe: is told path, status and seconds of every request.
     """
 
@@ -42,7 +40,6 @@ class Guard:
         self.body_bytes, self.observe = body_bytes, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request pass, or answer it here."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

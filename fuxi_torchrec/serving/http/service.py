@@ -43,9 +43,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
     """The service around a Recommender, which it closes at the end.
 
     Args:
-        recommender: answers.
         token: that callers must show, if given; /health and the description are open.
-        limits: of requests.
     """
     limits = limits or Limits()
     service = Service(recommender, limits)
@@ -96,18 +94,13 @@ def _problems(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 class Service:
-    """What each path does. Questions for users, and events, of many callers are worked on together.
-
-    Args:
-        recommender: answers; closed with the service.
-        limits: of requests.
-    """
+    """What each path does. Requests for users, and events, of many callers are worked on together."""
 
     def __init__(self, recommender: Recommender, limits: Limits) -> None:
         self.recommender, self.limits, self.metrics = recommender, limits, Metrics(recommender)
         self._unit = recommender.manifest.time_unit
         self._in_threads = self._held = 0
-        self._asking: Batcher[requests.Request, requests.Answer] = Batcher(
+        self._recommending: Batcher[requests.Request, requests.Answer] = Batcher(
             recommender.answer,
             "recommend",
             limits.max_batch,
@@ -116,7 +109,7 @@ class Service:
             self.metrics.batch.labels("recommend").observe,
             repeat=True,
         )
-        self._telling: Batcher[list[requests.Event], requests.Appended] = Batcher(
+        self._appending: Batcher[list[requests.Event], requests.Appended] = Batcher(
             partial(recommender.append_events, checked=True),  # by the description of NewEvent
             "append",
             limits.max_batch,
@@ -132,22 +125,20 @@ class Service:
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Everything acknowledged is on disk at the end."""
         yield
-        await asyncio.to_thread(self._asking.close)
-        await asyncio.to_thread(self._telling.close)
+        await asyncio.to_thread(self._recommending.close)
+        await asyncio.to_thread(self._appending.close)
         self.recommender.close()
         logger.info("everything acknowledged is on disk; stopped")
 
     async def recommend(self, body: bodies.Recommend) -> Response:
-        """For a user."""
         request = body.request(body.user_id, self._unit)
         self.recommender.check(request)
-        answer = await asyncio.wrap_future(self._asking.submit(request))
+        answer = await asyncio.wrap_future(self._recommending.submit(request))
         if not answer.known:
             self.metrics.unknown.inc()
         return JSONResponse(answer.to_dict())
 
     async def recommend_history(self, body: bodies.RecommendHistory) -> Response:
-        """For a history that is not stored."""
         events = sorted((past.event() for past in body.events), key=lambda event: event.timestamp)
         request = body.request("", self._unit)
         select = any(event.columns for event in events)
@@ -155,21 +146,16 @@ class Service:
         return JSONResponse(answer.to_dict())
 
     async def append(self, body: bodies.Append) -> bodies.Appended:
-        """Events of users."""
         events = [new.event(new.user_id) for new in body.events]
         filtering = bool(self.recommender.manifest.log.where)
         kept = await self._in_thread(len(events), self._selected, events) if filtering else self._selected(events)
-        done = await asyncio.wrap_future(self._telling.submit(kept))
+        done = await asyncio.wrap_future(self._appending.submit(kept))
         done = replace(done, filtered=len(events) - len(kept))
-        self.metrics.events.labels("accepted").inc(done.accepted)
-        self.metrics.events.labels("late").inc(done.late)
-        self.metrics.events.labels("unknown_item").inc(done.unknown_items)
-        self.metrics.events.labels("rare_item").inc(done.rare_items)
-        self.metrics.events.labels("filtered").inc(done.filtered)
+        for outcome, count in vars(done).items():
+            self.metrics.events.labels(outcome.removesuffix("s")).inc(count)
         return bodies.Appended(**vars(done))
 
     async def forget(self, body: bodies.Forget) -> bodies.Forgotten:
-        """Users that are unknown from now on."""
         count = await self._in_thread(len(body.user_ids), self.recommender.forget, body.user_ids)
         self.metrics.forgotten.inc(count)
         return bodies.Forgotten(forgotten=count)
