@@ -53,10 +53,11 @@ class Users:
         numbers = {name: getattr(self, name)[rows] for name in (EMBEDDING, *NUMBERS)}
         return replace(self, ids=self.ids.take(pa.array(rows)), **numbers)
 
-    def stack(self, other: "Users") -> "Users":
-        """These, then the others."""
-        numbers = {name: np.concatenate((getattr(self, name), getattr(other, name))) for name in (EMBEDDING, *NUMBERS)}
-        return replace(self, ids=pa.concat_arrays([self.ids, other.ids]), **numbers)
+    @staticmethod
+    def stack(parts: Sequence["Users"]) -> "Users":
+        """Several as one, in this order."""
+        numbers = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (EMBEDDING, *NUMBERS)}
+        return Users(pa.concat_arrays([part.ids for part in parts]), **numbers)
 
     @staticmethod
     def new(ids: pa.Array, dimension: int) -> "Users":

@@ -54,8 +54,6 @@ class StateFile:
         if record_bytes < 1:
             raise ValueError(f"record_bytes must be positive, not {record_bytes}")
         about = json.dumps({"version": VERSION, "model_id": model_id, "record_bytes": record_bytes}).encode()
-        if len(MAGIC) + len(about) > HEADER_BYTES:
-            raise ValueError(f"model_id must be short, not {len(model_id)} characters")
         try:
             with path.open("xb") as file:
                 file.write((MAGIC + about).ljust(HEADER_BYTES, b"\0"))
@@ -113,7 +111,12 @@ class StateFile:
         rows = np.arange(first, first + len(records))
         self._check(records, len(rows))
         if len(rows):
-            self._write(first, self._slots(records))
+            try:  # a full disk is an error here; written through the mapping it would end the process
+                with self.path.open("r+b") as file:
+                    file.seek(HEADER_BYTES + first * self.slot_bytes)
+                    file.write(self._slots(records).data)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
             self._mapped = self._map()
         return rows
 
@@ -146,15 +149,6 @@ class StateFile:
             return np.zeros((0, self.slot_bytes), np.uint8)
         mode: Literal["r+", "r"] = "r+" if self.writable else "r"
         return np.memmap(self.path, np.uint8, mode, HEADER_BYTES, (records, self.slot_bytes))
-
-    def _write(self, first: int, slots: Bytes) -> None:
-        """Lengthen the file. A full disk is an error here; written through the mapping it would end the process."""
-        try:
-            with self.path.open("r+b") as file:
-                file.seek(HEADER_BYTES + first * self.slot_bytes)
-                file.write(slots.data)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def _slots(self, records: Tensor) -> Bytes:
         slots = np.zeros((len(records), self.slot_bytes), np.uint8)

@@ -50,8 +50,8 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
                     raise ExportError(f"{run.checkpoint}: the encoder's outputs are not finite")
                 part.add(batch, before, vectors.cpu().numpy(), state)
                 if step + 1 == len(own) or own[step + 1] != own[step]:
-                    part.finish()
-                    users, states, part = users + part.users, states + part.states, None
+                    written, part = part.finish(), None
+                    users, states = users + len(written), states + int((written.state_row >= 0).sum())
         done += sum(len(batches[step]) for batches in partition.batches)
         progress.show(done)
     return summed(users), summed(states)
@@ -88,14 +88,6 @@ class _Part:
         self._users: list[Users] = []
         self._histories: list[Histories] = []
 
-    @property
-    def users(self) -> int:
-        return sum(map(len, self._users))
-
-    @property
-    def states(self) -> int:
-        return int(sum((users.state_row >= 0).sum() for users in self._users))
-
     def add(self, batch: EventBatch, before: Ints, vectors: NDArray[np.float32], state: Any) -> None:
         offsets = batch.offsets.numpy()
         ids = plain_ids(self.job.run.maker.reader.ids_of(batch.users.numpy()))
@@ -111,18 +103,17 @@ class _Part:
         features = {feature.name: batch.features[feature.name] for feature in self.job.features}
         self._histories.append(Histories(offsets, batch.items.numpy(), times, features))
 
-    def finish(self) -> None:
+    def finish(self) -> Users:
         directory, number = self.job.directory, self.number
         if self.file is not None:
             self.file.close()
             sync(self.file.path)
             self.job.own_files.append(self.states_name)
-        users = self._users[0]
-        for more in self._users[1:]:
-            users = users.stack(more)
+        users = Users.stack(self._users)
         write_users(directory / part_name(USERS, number), users)
         write_histories(directory / part_name(HISTORIES, number), users.ids, Histories.stack(self._histories))
         self.job.own_files += [part_name(USERS, number), part_name(HISTORIES, number)]
+        return users
 
 
 def _parts(batches: Sequence[Ints], encoded: Ints, rows: Ints) -> list[int]:

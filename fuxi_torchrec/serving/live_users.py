@@ -3,7 +3,7 @@
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,21 +16,12 @@ from fuxi_torchrec.serving.requests import Event, UserId
 from fuxi_torchrec.serving.stored import StoredUsers
 
 
+@dataclass(slots=True)
 class _Recent:
-    """What a user did since the export; only ever grows."""
+    """What a user did since the export, with dense indices of the items; only ever grows."""
 
-    __slots__ = ("items", "raw")
-
-    def __init__(self) -> None:
-        self.raw: list[Event] = []
-        self.items: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def add(self, event: Event, item: int) -> None:
-        self.raw.append(event)
-        self.items.append(item)
+    raw: list[Event] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -114,18 +105,20 @@ class LiveUsers:
 
     def add(self, event: Event, item: int) -> None:
         """An accepted event; needs the lock."""
-        self.recent.setdefault(event.user_id, _Recent()).add(event, item)
+        recent = self.recent.setdefault(event.user_id, _Recent())
+        recent.raw.append(event)
+        recent.items.append(item)
         self.recent_events += 1
 
     def waiting(self, user: UserId) -> int:
         """Events of a user that no state in memory has; needs the lock."""
         cached = self._cache.get(user)
-        return len(self.recent[user]) - (cached.applied if cached is not None else 0)
+        return len(self.recent[user].items) - (cached.applied if cached is not None else 0)
 
     def forget(self, user: UserId) -> None:
         """From now on the user is unknown; needs the lock."""
         self.forgotten[user] = self.forgotten.get(user, 0) + 1
-        self.recent_events -= len(self.recent.pop(user, ()))
+        self.recent_events -= len(self.recent.pop(user, _Recent()).items)
         if (cached := self._cache.pop(user, None)) is not None:
             self._held -= cached.state.nbytes
 
@@ -154,7 +147,7 @@ class LiveUsers:
                     self._cache.move_to_end(user)
                     state, applied = cached.state, cached.applied
                 generation, stored = self.forgotten.get(user, 0), self.stored_row(user)
-                snapshots.append(Snapshot(user, generation, stored, recent, len(recent), state, applied))
+                snapshots.append(Snapshot(user, generation, stored, recent, len(recent.items), state, applied))
         return snapshots
 
     def states(self, snapshots: Sequence[Snapshot]) -> States:

@@ -1,5 +1,6 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -274,47 +275,42 @@ class Recommender:
         Args:
             checked: the callers have made sure that every event can be appended, and :meth:`select`-ed them.
         """
-        log = self._writable()
-        given = [len(group) for group in groups]
+        log, counts = self._writable(), list[Counter[str]]()
+        found = list[tuple[Counter[str], Event, int]]()
         if not checked:
             self._checks.events([event for group in groups for event in group])
-            groups = [self.select(group) for group in groups]
-        found = [self._catalogue.find_few([event.item_id for event in group]) for group in groups]
-        pairs = [
-            [(event, index) for event, index in zip(group, there, strict=True) if index != LEFT_OUT]
-            for group, there in zip(groups, found, strict=True)
-        ]
-        events = [event for group in pairs for event, _ in group]
-        indices = [index for group in pairs for _, index in group]
+        for group in groups:
+            selected = group if checked else self.select(group)
+            count = Counter(filtered=len(group) - len(selected))
+            counts.append(count)
+            items = self._catalogue.find_few([event.item_id for event in selected])
+            count["rare_items"], count["unknown_items"] = items.count(LEFT_OUT), items.count(UNKNOWN)
+            pairs = zip(selected, items, strict=True)
+            found += [(count, event, item) for event, item in pairs if item != LEFT_OUT]
         crowded = set[UserId]()
         with self.users.lock:
-            accepted = self.users.accepted(events)
-            kept = [event for event, ok in zip(events, accepted, strict=True) if ok]
+            accepted = self.users.accepted([event for _, event, _ in found])
+            kept = [(event, item) for (_, event, item), ok in zip(found, accepted, strict=True) if ok]
             if kept and self.users.recent_events + len(kept) > self.max_recent_events:
                 raise FullError(
                     f"{self.users.recent_events:,} events since the export are in memory, and {len(kept):,} more pass "
                     f"the limit of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new "
                     "export, or give a higher --max-recent-events (max_recent_events) and more memory"
                 )
-            position = log.write({"events": [packed(event) for event in kept]}) if kept else 0
-            for event, item, ok in zip(events, indices, accepted, strict=True):
-                if ok:
-                    self.users.add(event, item)
-                    if self.users.waiting(event.user_id) % _EAGER == 0:
-                        crowded.add(event.user_id)
+            position = log.write({"events": [packed(event) for event, _ in kept]}) if kept else 0
+            for event, item in kept:
+                self.users.add(event, item)
+                if self.users.waiting(event.user_id) % _EAGER == 0:
+                    crowded.add(event.user_id)
         log.sync(position)
         if crowded:
             try:
                 self.users.states(self.users.snapshots(list(crowded)))
             except Exception:  # the events are on disk, and that is all that append promises
                 logger.exception("%d users could not be encoded; they are when they are queried", len(crowded))
-        results, at = [], 0
-        for count, group, pair in zip(given, groups, pairs, strict=True):
-            here = slice(at, at + len(pair))
-            taken, rare = sum(accepted[here]), len(group) - len(pair)
-            results.append(Appended(taken, len(pair) - taken, indices[here].count(UNKNOWN), rare, count - len(group)))
-            at += len(pair)
-        return results
+        for (count, *_), ok in zip(found, accepted, strict=True):
+            count["accepted" if ok else "late"] += 1
+        return [Appended(**count) for count in counts]
 
     def forget(self, user_ids: Sequence[UserId]) -> int:
         """Remove users: from now on they are unknown, here and on later exports. How many were known.

@@ -89,9 +89,9 @@ class Appended:
         filtered: left out by the condition of the dataset's log.
     """
 
-    accepted: int
-    late: int
-    unknown_items: int
+    accepted: int = 0
+    late: int = 0
+    unknown_items: int = 0
     rare_items: int = 0
     filtered: int = 0
 

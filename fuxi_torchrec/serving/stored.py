@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,8 @@ class StoredUsers:
             size = self.manifest.state_bytes - TRAILER_BYTES
             self._states.append(StateFile.open(states, self.manifest.model_id, size) if has_states else None)
             self._histories.append(_HistoryFile(bundle, number))
+        self._decoded = lru_cache(_GROUPS)(lambda part, group: self._histories[part].read(group))
         self._lock = threading.Lock()
-        self._decoded: OrderedDict[tuple[int, int], Histories] = OrderedDict()
         self.damaged = 0
 
     def __len__(self) -> int:
@@ -103,17 +103,7 @@ class StoredUsers:
         part = _piece(self._first, row)
         inside, file = row - int(self._first[part]), self._histories[part]
         group = _piece(file.first, inside)
-        with self._lock:
-            decoded = self._decoded.get((part, group))
-            if decoded is not None:
-                self._decoded.move_to_end((part, group))
-        if decoded is None:
-            decoded = file.read(group)
-            with self._lock:
-                self._decoded[part, group] = decoded
-                while len(self._decoded) > _GROUPS:
-                    self._decoded.popitem(last=False)
-        return decoded.select(np.array([inside - int(file.first[group])]))
+        return self._decoded(part, group).select(np.array([inside - int(file.first[group])]))
 
 
 class _HistoryFile:

@@ -13,8 +13,8 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error as callers see it."""
-    return JSONResponse({"detail": detail}, status, headers)
+    """An error as callers see it; what cannot be written as JSON is replaced."""
+    return JSONResponse({"detail": detail.encode("utf-8", "replace").decode()}, status, headers)
 
 
 class Guard:

@@ -193,30 +193,20 @@ class Service:
 def _answer_problems(app: FastAPI) -> None:
     """Every error is ``{"detail": text}``, and no text repeats what cannot be written as JSON."""
 
-    @app.exception_handler(RequestValidationError)
-    async def not_as_described(_: Request, error: RequestValidationError) -> Response:
-        said = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()[:10]]
-        text = "; ".join(said).encode("utf-8", "replace").decode()
-        return problem(422, text)
+    async def answer(_: Request, error: Exception) -> Response:
+        match error:
+            case RequestValidationError():
+                said = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()[:10]]
+                return problem(422, "; ".join(said))
+            case HTTPException():
+                return problem(error.status_code, str(error.detail), dict(error.headers or {}))
+            case OverloadedError():
+                return problem(503, str(error), {"Retry-After": "1"})
+            case ExportError():
+                logger.error("%s", error)
+                full = isinstance(error, requests.FullError)
+                return problem(503, str(error) if full else "the request cannot be served now; the log says why")
+        return problem(400, str(error))
 
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> Response:
-        return problem(error.status_code, str(error.detail), dict(error.headers or {}))
-
-    @app.exception_handler(ExportError)
-    async def cannot_write(_: Request, error: ExportError) -> Response:
-        logger.error("%s", error)
-        return problem(503, "the request cannot be served now; the log says why")
-
-    @app.exception_handler(requests.FullError)
-    async def full(_: Request, error: requests.FullError) -> Response:
-        logger.error("%s", error)
-        return problem(503, str(error))
-
-    @app.exception_handler(OverloadedError)
-    async def overloaded(_: Request, error: OverloadedError) -> Response:
-        return problem(503, str(error), {"Retry-After": "1"})
-
-    @app.exception_handler(ValueError)
-    async def implausible(_: Request, error: ValueError) -> Response:
-        return problem(400, str(error).encode("utf-8", "replace").decode())
+    for kind in (RequestValidationError, HTTPException, OverloadedError, ExportError, ValueError):
+        app.add_exception_handler(kind, answer)

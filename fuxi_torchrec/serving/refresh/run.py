@@ -209,7 +209,7 @@ class RefreshRun:
         place = np.full(len(users), len(events))
         place[touched] = np.arange(len(touched))
         added = Histories.stack((events, Histories.empty(1, self.manifest.features))).select(place)
-        users = users.stack(Users.new(new_ids, self.manifest.dimension))
+        users = Users.stack((users, Users.new(new_ids, self.manifest.dimension)))
         histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.features)))
         added = Histories.stack((added, new_events))
         kept = np.flatnonzero(~np.concatenate((forgotten, np.zeros(len(new_ids), bool))))
