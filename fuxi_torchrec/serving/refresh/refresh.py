@@ -66,8 +66,8 @@ def refresh(
         )
     wanted = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
     request = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
-    counts = {"unknown_items": new.unknown_items, "rare_items": new.rare_items}
-    summary = Summary(str(output), as_of, len(new), bad_rows=new.bad_rows, **counts)
+    summary = Summary(str(output), as_of, len(new), bad_rows=new.bad_rows)
+    summary.unknown_items, summary.rare_items = new.unknown_items, new.rare_items
     if _done_already(output, request):
         summary.already_done = True
         return summary
