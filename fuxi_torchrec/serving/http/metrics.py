@@ -1,5 +1,6 @@
 """What Prometheus sees of a service."""
 
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -37,8 +38,12 @@ class Metrics:
             ("log_bytes", "Size of the append log"),
             ("log_failed", "Whether nothing can be appended any more"),
         ):
-            Gauge(f"fuxi_{name}", what, **named).set_function(lambda name=name: float(recommender.info()[name]))
+            Gauge(f"fuxi_{name}", what, **named).set_function(partial(_read, recommender, name))
 
     def observe(self, path: str, status: int, seconds: float) -> None:
         self.requests.labels(path, str(status)).inc()
         self.seconds.labels(path).observe(seconds)
+
+
+def _read(recommender: Recommender, name: str) -> float:
+    return float(recommender.info()[name])
