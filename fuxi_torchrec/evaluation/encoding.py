@@ -26,21 +26,14 @@ _STATE_BYTES = 2**27  # of a batch's states, about
 
 @dataclass(frozen=True)
 class UserEncoder:
-    """A sharded model that encodes users.
+    """A sharded model that encodes users."""
 
-    Args:
-        model: as it is trained, or as it was loaded.
-        tables: as they are sharded.
-        world: this rank among its peers.
-    """
-
-    model: ShardedModel
-    tables: Tables
-    world: World
+    model: ShardedModel  # as it is trained, or as it was loaded
+    tables: Tables  # as they are sharded
+    world: World  # this rank among its peers
 
     @property
     def module(self) -> SequenceModel:
-        """The model inside its wrappers."""
         module = self.model.module
         assert isinstance(module, SequenceModel)
         return module
@@ -58,9 +51,7 @@ class UserEncoder:
     @torch.no_grad()
     def states(self, batch: EventBatch) -> States:
         """The users of a batch after their events: a collective."""
-        features = [table.feature for table in self.tables.features]
-        given = make_input(batch, Targets.none(), self.tables.items.rows, features)
-        (ready,) = agree([given], self.tables.needs_equal_bags)
+        (ready,) = agree([make_input(batch, Targets.none(), self.tables)], self.tables.needs_equal_bags)
         ready = ready.to(self.model.device)
         encoder, rows = self.module.encoder, self.module.event_rows(ready)
         return encoder.append(encoder.init_state(len(batch)), rows, ready.offsets, ready.timestamps, validate=False)

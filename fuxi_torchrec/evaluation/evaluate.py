@@ -29,7 +29,6 @@ class Bucketed:
         self.buckets = [task.metrics() for _ in BUCKET_NAMES]
 
     def add(self, ranks: Tensor, lengths: Tensor) -> None:
-        """Ranks of users with histories of these lengths."""
         self.all.add(ranks)
         bucket = torch.bucketize(lengths, torch.tensor(BUCKETS))
         for number, metrics in enumerate(self.buckets):

@@ -29,19 +29,12 @@ Look = Callable[[EventBatch, Tensor], None]
 
 @dataclass(frozen=True)
 class Ranked:
-    """Users that were ranked together.
+    """Users that were ranked together."""
 
-    Attributes:
-        ranks: of all ranks' users, by request time.
-        own: which of them are this rank's.
-        lengths: of this rank's users' whole histories; those that are encoded, if no whole histories were read.
-        users: how many all ranks have ranked so far.
-    """
-
-    ranks: dict[RequestTime, Tensor]
-    own: slice
-    lengths: Tensor
-    users: int
+    ranks: dict[RequestTime, Tensor]  # of all ranks' users, by request time
+    own: slice  # which of them are this rank's
+    lengths: Tensor  # of this rank's users' whole histories; those that are encoded, if no whole histories were read
+    users: int  # how many all ranks have ranked so far
 
 
 @dataclass
@@ -56,25 +49,15 @@ class _Waiting:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out targets of a dataset, to be ranked by a model.
+    """Held-out targets of a dataset, to be ranked by a model."""
 
-    Args:
-        encoder: the model.
-        maker: the dataset with its split.
-        part: which targets.
-        candidates: ids in order.
-        similarity: of the scores.
-        max_length: events that are encoded, at most.
-        filter_seen: leave items of the user's whole history out of the candidates; the target stays.
-    """
-
-    encoder: UserEncoder
-    maker: BatchMaker
-    part: HeldOutPart
-    candidates: Ints
-    similarity: Similarity
-    max_length: int
-    filter_seen: bool = False
+    encoder: UserEncoder  # the model
+    maker: BatchMaker  # the dataset with its split
+    part: HeldOutPart  # which targets
+    candidates: Ints  # ids in order
+    similarity: Similarity  # of the scores
+    max_length: int  # events that are encoded, at most
+    filter_seen: bool = False  # leave items of the user's whole history out of the candidates; the target stays
 
     @torch.no_grad()
     def ranked(

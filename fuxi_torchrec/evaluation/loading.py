@@ -45,46 +45,31 @@ class RetrievalError(ValueError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A run's weights on this job's processes, and the data to use them on.
+    """A run's weights on this job's processes, and the data to use them on."""
 
-    Attributes:
-        config: the run's, with this job's sharding.
-        directory: the run's.
-        checkpoint: where the weights are from.
-        info: what the checkpoint says of itself.
-        vocabulary: raw ids of the run's items.
-        items: which of them it knows.
-        dataset: what is evaluated or exported; its own fingerprint, the run's indices.
-        maker: makes batches of it.
-        unknown_items: items of the dataset that the run's vocabulary lacks; 0 for the run's own data.
-    """
-
-    config: Config
-    directory: RunDirectory
-    checkpoint: Path
-    info: Info
-    vocabulary: Vocabulary
-    items: KnownItems
-    dataset: Dataset
-    maker: BatchMaker
+    config: Config  # the run's, with this job's sharding
+    directory: RunDirectory  # the run's
+    checkpoint: Path  # where the weights are from
+    info: Info  # what the checkpoint says of itself
+    vocabulary: Vocabulary  # raw ids of the run's items
+    items: KnownItems  # which of them it knows
+    dataset: Dataset  # what is evaluated or exported; its own fingerprint, the run's indices
+    maker: BatchMaker  # makes batches of it
     tables: Tables
     model: ShardedModel
     world: World
-    unknown_items: int = 0
+    unknown_items: int = 0  # items of the dataset that the run's vocabulary lacks; 0 for the run's own data
 
     @property
     def users(self) -> UserEncoder:
-        """What encodes users."""
         return UserEncoder(self.model, self.tables, self.world)
 
     @property
     def module(self) -> SequenceModel:
-        """The model inside its wrappers."""
         return self.users.module
 
     @property
     def encoder(self) -> SequenceEncoder:
-        """Every rank has all of it."""
         return self.module.encoder
 
     def lengths(self) -> Ints:
@@ -198,7 +183,7 @@ def _tables(config: Config, info: Info, checkpoint: Path, found: DatasetInfo, wo
 
 def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary, tables: Tables) -> tuple[Reader, int]:
     """The dataset in the run's indices, and how many of its items the run's vocabulary lacks."""
-    features = [table.feature for table in tables.features]
+    features = tables.feature_names
     if dataset.info.fingerprint == info.identity.dataset:
         return Reader(dataset, features, config.data.on_bad_rows), 0
     own = dataset.vocabulary()

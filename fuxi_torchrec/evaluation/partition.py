@@ -14,13 +14,9 @@ _USER_COST = 32  # of a user beside its events, in events
 
 @dataclass(frozen=True)
 class UserPartition:
-    """Batches of every rank; all have as many, some of them empty at the end.
+    """Batches of every rank; all have as many, some of them empty at the end."""
 
-    Attributes:
-        batches: of each rank, rows of users.
-    """
-
-    batches: list[list[Ints]]
+    batches: list[list[Ints]]  # of each rank, rows of users
 
     @staticmethod
     def of(users: Ints, lengths: Ints, ranks: int, batch_events: int, most_users: int) -> "UserPartition":

@@ -28,19 +28,13 @@ _TARGETS = 64  # targets' scores are the diagonal of a product of so many rows
 
 @dataclass
 class Queries:
-    """Users of one process: what they are compared by.
+    """Users of one process: what they are compared by."""
 
-    Attributes:
-        vectors: (B, D) outputs of the encoder.
-        targets: (B,) ids, 0 if unknown; on the host, like the next two.
-        seen: ids to leave out of the candidates (the target itself stays), user after user.
-        seen_lengths: (B,) how many of them are each user's.
-    """
-
-    vectors: Tensor
-    targets: Tensor
+    vectors: Tensor  # (B, D) outputs of the encoder
+    targets: Tensor  # (B,) ids, 0 if unknown; on the host, like the next two
+    # ids to leave out of the candidates (the target itself stays), user after user
     seen: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    seen_lengths: Tensor | None = None
+    seen_lengths: Tensor | None = None  # (B,) how many of them are each user's
 
 
 class Catalogue:

@@ -63,25 +63,15 @@ def remarks(config: Config, info: DatasetInfo) -> list[str]:
 
 @dataclass(frozen=True)
 class RunData:
-    """A dataset as a run sees it.
+    """A dataset as a run sees it."""
 
-    Attributes:
-        dataset: what is trained on.
-        maker: makes batches of it.
-        items: which items the run knows.
-        tables: what is looked up.
-        lengths: training events of each user.
-        validated: rows of the users that have a validation target.
-        item_set: the known items as tasks see them.
-    """
-
-    dataset: Dataset
-    maker: BatchMaker
-    items: KnownItems
-    tables: Tables
-    lengths: Ints
-    validated: Ints
-    item_set: ItemSet
+    dataset: Dataset  # what is trained on
+    maker: BatchMaker  # makes batches of it
+    items: KnownItems  # which items the run knows
+    tables: Tables  # what is looked up
+    lengths: Ints  # training events of each user
+    validated: Ints  # rows of the users that have a validation target
+    item_set: ItemSet  # the known items as tasks see them
 
     @staticmethod
     def open(config: Config, directory: RunDirectory, world: World, resumed: bool) -> "RunData":
@@ -118,7 +108,6 @@ class RunData:
         return RunData(dataset, maker, items, tables, lengths, validated, item_set)
 
     def identity(self, config: Config) -> Identity:
-        """What a checkpoint of this run belongs to."""
         return Identity(
             self.dataset.info.fingerprint,
             self.items.fingerprint,
@@ -141,8 +130,11 @@ def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
             f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
         )
     tables = tables_for(config, dataset.info)
-    features = [table.feature for table in tables.features]
-    return dataset, tables, Reader(dataset, features, config.data.on_bad_rows, config.data.cache_mib * 2**20)
+    return (
+        dataset,
+        tables,
+        Reader(dataset, tables.feature_names, config.data.on_bad_rows, config.data.cache_mib * 2**20),
+    )
 
 
 def _read_items(directory: RunDirectory, dataset: Dataset) -> KnownItems:

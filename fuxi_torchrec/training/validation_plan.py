@@ -21,19 +21,12 @@ def sample_users(users: Ints, wanted: int | None, seed: int) -> Ints:
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """The validations of a run.
+    """The validations of a run."""
 
-    Attributes:
-        users: rows of those who are ranked, a fixed sample; nobody if the run is not validated.
-        every_steps: how often.
-        patience: validations without a better one, after which training stops; None for never.
-        measure: what is measured, of whom: values of another are not compared with it.
-    """
-
-    users: Ints
-    every_steps: int
-    patience: int | None
-    measure: str
+    users: Ints  # rows of those who are ranked, a fixed sample; nobody if the run is not validated
+    every_steps: int  # how often
+    patience: int | None  # validations without a better one, after which training stops; None for never
+    measure: str  # what is measured, of whom: values of another are not compared with it
 
     @staticmethod
     def of(config: Config, users: Ints, steps_an_epoch: int) -> "ValidationPlan":
@@ -58,13 +51,10 @@ class ValidationPlan:
 
     @property
     def active(self) -> bool:
-        """Whether the run is validated at all."""
         return len(self.users) > 0
 
     def due(self, step: int) -> bool:
-        """Whether a validation follows a step."""
         return self.active and step % self.every_steps == 0
 
     def enough(self, progress: Progress) -> bool:
-        """Whether training stops early."""
         return self.active and self.patience is not None and progress.validations_since_best >= self.patience
