@@ -30,7 +30,7 @@ class UserEncoder:
 
     model: ShardedModel  # as it is trained, or as it was loaded
     tables: Tables  # as they are sharded
-    world: World  # this rank among its peers
+    world: World
 
     @property
     def module(self) -> SequenceModel:
@@ -39,12 +39,7 @@ class UserEncoder:
         return module
 
     def partition(self, users: Ints, events: Ints) -> UserPartition:
-        """Users partitioned over ranks and into batches whose events and states are bounded.
-
-        Args:
-            users: rows in order.
-            events: of each of them that are encoded.
-        """
+        """Users, rows in order, partitioned over ranks and into batches whose events and states are bounded."""
         most = max(1, _STATE_BYTES // max(1, self.module.encoder.state_bytes))
         return UserPartition.of(users, events, self.world.size, _EVENTS, most)
 

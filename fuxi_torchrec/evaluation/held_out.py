@@ -1,7 +1,7 @@
 """Ranks of held-out targets among all candidates: what validation and evaluation share."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -37,21 +37,15 @@ class Ranked:
     users: int  # how many all ranks have ranked so far
 
 
-@dataclass
-class _Waiting:
-    """Users encoded and not yet ranked."""
-
-    vectors: list[list[Tensor]] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
-    lengths: list[Tensor] = field(default_factory=list)
-    seen: list[Tensor] = field(default_factory=list)
+# users encoded and not yet ranked: vectors by request time, targets, lengths, and the items of their histories
+_Waiting = list[tuple[list[Tensor], Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class HeldOut:
     """Held-out targets of a dataset, to be ranked by a model."""
 
-    encoder: UserEncoder  # the model
+    encoder: UserEncoder
     maker: BatchMaker  # the dataset with its split
     part: HeldOutPart  # which targets
     candidates: Ints  # ids in order
@@ -73,7 +67,6 @@ class HeldOut:
         Args:
             users: rows in order; all of them have a target.
             lengths: events of each, about.
-            request_times: when they are queried: at the target's time, at the last event's, or both.
             look: is shown whole histories too.
             moved: is called before every batch.
         """
@@ -92,10 +85,8 @@ class HeldOut:
                 if look is not None:
                     look(whole, targets)
             times = {"target": batch.request_timestamps, "last": batch.timestamps[last]}
-            waiting.vectors.append(self.encoder.vectors(batch, [times[each] for each in request_times]))
-            waiting.targets.append(targets)
-            waiting.lengths.append(whole.offsets.diff())
-            waiting.seen.append(whole.items)
+            vectors = self.encoder.vectors(batch, [times[each] for each in request_times])
+            waiting.append((vectors, targets, whole.offsets.diff(), whole.items))
             done += sum(len(batches[number]) for batches in partition.batches)
             if flush:
                 yield self._rank(catalogue, waiting, request_times, done)
@@ -104,12 +95,13 @@ class HeldOut:
     def _rank(
         self, catalogue: Catalogue, waiting: _Waiting, request_times: Sequence[RequestTime], users: int
     ) -> Ranked:
-        lengths, targets = torch.cat(waiting.lengths), torch.cat(waiting.targets)
+        vectors_of, *rest = zip(*waiting, strict=True)
+        targets, lengths, seen = (torch.cat(each) for each in rest)
         ranks, own = {}, slice(0)
-        for each, vectors in zip(request_times, zip(*waiting.vectors, strict=True), strict=True):
+        for each, vectors in zip(request_times, zip(*vectors_of, strict=True), strict=True):
             queries = Queries(torch.cat(vectors), targets)
             if self.filter_seen:
-                queries.seen, queries.seen_lengths = torch.cat(waiting.seen), lengths
+                queries.seen, queries.seen_lengths = seen, lengths
             ranks[each], counts = catalogue.ranks(queries)
             first = int(counts[: self.encoder.world.rank].sum())
             own = slice(first, first + len(targets))

@@ -20,13 +20,9 @@ class UserPartition:
 
     @staticmethod
     def of(users: Ints, lengths: Ints, ranks: int, batch_events: int, most_users: int) -> "UserPartition":
-        """Neighbouring users to one rank, about equal work to each, and batches of bounded size.
+        """Neighbouring users to one rank, about equal work to each, in batches of bounded size.
 
-        Args:
-            users: rows in order.
-            lengths: events of each of them that are encoded.
-            batch_events: events of a batch, about.
-            most_users: of a batch.
+        ``users`` are rows in order, ``lengths`` the events of each that are encoded, ``batch_events`` those of a batch.
         """
         work = np.cumsum(lengths + _USER_COST)
         total = int(work[-1]) if len(work) else 0

@@ -129,12 +129,8 @@ def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
             f"{dataset.path}: times are in {dataset.info.time_unit}, the config says data.time_unit = "
             f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
         )
-    tables = tables_for(config, dataset.info)
-    return (
-        dataset,
-        tables,
-        Reader(dataset, tables.feature_names, config.data.on_bad_rows, config.data.cache_mib * 2**20),
-    )
+    tables, cache = tables_for(config, dataset.info), config.data.cache_mib * 2**20
+    return dataset, tables, Reader(dataset, tables.feature_names, config.data.on_bad_rows, cache)
 
 
 def _read_items(directory: RunDirectory, dataset: Dataset) -> KnownItems:

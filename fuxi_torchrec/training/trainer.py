@@ -25,17 +25,12 @@ from fuxi_torchrec.training.steps import StepRunner, all_finite
 
 logger = get_logger(__name__)
 
-# metrics of a run's validation targets; called on all ranks, with what to call whenever some of it is done
+# measures a run's validation targets; called on all ranks, with what to call whenever some of it is done
 Validator = Callable[[Run, Callable[[], None]], dict[str, float]]
 
 
 class Trainer(Run):
-    """A run and its loop.
-
-    Args:
-        validator: what a validation measures; when there is one, and what is best, is decided here.
-        stop: says when the job is preempted.
-    """
+    """A run and its loop; ``stop`` says when the job is preempted."""
 
     def __init__(
         self,

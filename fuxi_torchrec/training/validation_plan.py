@@ -24,17 +24,13 @@ class ValidationPlan:
     """The validations of a run."""
 
     users: Ints  # rows of those who are ranked, a fixed sample; nobody if the run is not validated
-    every_steps: int  # how often
+    every_steps: int
     patience: int | None  # validations without a better one, after which training stops; None for never
     measure: str  # what is measured, of whom: values of another are not compared with it
 
     @staticmethod
     def of(config: Config, users: Ints, steps_an_epoch: int) -> "ValidationPlan":
-        """As a configuration asks for; refused if nobody has an event to validate on.
-
-        Args:
-            users: rows of those who have one.
-        """
+        """As a configuration asks for; refused if there are no ``users`` that have an event to validate on."""
         data, wanted = config.data, config.validation
         nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
         if wanted.every_epochs is None or nothing_held_out:

@@ -64,7 +64,7 @@ class Sampler(ABC):
 
 
 def below(limit: int, bits: Bits) -> Bits:
-    """Bits to numbers in 0 .. limit − 1, in place: ⌊limit · bits / 2^64⌋, but for the bits that would overflow."""
+    """Bits to integers in 0 .. limit − 1, in place: ⌊limit · bits / 2^64⌋, but for the bits that would overflow."""
     width = limit.bit_length()
     bits >>= np.uint64(width)
     bits *= np.uint64(limit)

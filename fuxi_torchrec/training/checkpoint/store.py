@@ -50,14 +50,7 @@ class Checkpoints:
     # --- writing -----------------------------------------------------------------------------------------------------
 
     def save(self, state: dict[str, Any], info: Info, best: bool, group: dist.ProcessGroup | None = None) -> Path:
-        """Write a checkpoint: a collective. If it fails, it fails on every rank and the previous one stands.
-
-        Args:
-            state: all tensors, see :func:`state_of`.
-            info: everything else, but for the files.
-            best: of the validations so far.
-            group: of all ranks, if not the default one.
-        """
+        """Write a checkpoint: a collective. If it fails, it fails on every rank and the previous one stands."""
         name = step_name(info.progress.step)
         final, partial = self.directory / name, self.directory / (_PARTIAL + name)
         try:
@@ -131,8 +124,7 @@ class Checkpoints:
     def load(self, path: Path, model: ShardedModel, optimizer: StepOptimizer | None, grown: bool = False) -> None:
         """Read weights, and moments if an optimizer is given, into a model: a collective.
 
-        Args:
-            grown: the model's tables may have more rows than the checkpoint's: those stay as they are.
+        With ``grown`` its tables may have more rows than the checkpoint's: those stay as they are.
         """
         state = state_of(model, optimizer)
         try:
