@@ -74,11 +74,10 @@ class Loaded:
 
     def lengths(self) -> Ints:
         """Events of each user, read on rank 0 for all: a collective."""
-
-        def work() -> dict[str, Tensor]:
-            return {"lengths": torch.from_numpy(self.maker.reader.lengths())}
-
-        return share_from_rank_0(self.world, "reading the dataset", work)["lengths"].numpy()
+        found = share_from_rank_0(
+            self.world, "reading the dataset", lambda: {"lengths": torch.from_numpy(self.maker.reader.lengths())}
+        )
+        return found["lengths"].numpy()
 
     def users_with(self, part: Part) -> tuple[Ints, Ints]:
         """Events of each user, and rows of those who have a target, read on rank 0 for all: a collective."""

@@ -92,8 +92,7 @@ class RunData:
             # a run that leaves bad users out must leave out the same ones whenever it is started
             whole = items is None or needs_target_counts or config.data.on_bad_rows == "skip"
             found = survey(BatchMaker(reader, split, Items(everything)), items=whole)
-            wanted = (found.item_counts, found.target_counts, found.train_lengths, found.users_with)
-            return {name: torch.from_numpy(array) for name, array in zip(_COUNTED, wanted, strict=True)}
+            return {name: torch.from_numpy(getattr(found, name)) for name in _COUNTED}
 
         shared = share_from_rank_0(world, "counting items and events", count)
         counts, target_counts, lengths, validated = (shared[name].numpy() for name in _COUNTED)
@@ -117,7 +116,7 @@ class RunData:
         )
 
 
-_COUNTED = ("item_counts", "target_counts", "lengths", "validated")
+_COUNTED = ("item_counts", "target_counts", "train_lengths", "users_with")  # of a survey
 
 
 def _open(config: Config) -> tuple[Dataset, Tables, Reader]:

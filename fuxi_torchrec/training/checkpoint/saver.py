@@ -38,7 +38,7 @@ class Saver:
         self.wait()
         if self._group is None:
             self._write(state, info, best, began)
-            self._raise()
+            self.wait()
             return time.monotonic() - began
         snapshot = {name: copied(value) for name, value in state.items()}
         pause = time.monotonic() - began
@@ -68,9 +68,6 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._raise()
-
-    def _raise(self) -> None:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
