@@ -16,7 +16,7 @@ setup:  ## make .venv with the verified stack (VARIANT=cpu|cuda: by default what
 demo: setup  ## the whole way once, on made-up data; DATA=path/to/ml-1m for MovieLens-1M
 	python -m pipelines.demo $(if $(DATA),--data "$(DATA)")
 
-doctor: $(if $(wildcard .venv/bin/python),,setup)  ## check versions, FBGEMM, a sharded table on two processes, the machine
+doctor: $(if $(wildcard .venv/bin/python),,setup)  ## check versions, FBGEMM, a sharded table on two ranks, the machine
 	python -m fuxi_torchrec.doctor
 
 check: lint types unit  ## lint, types, unit tests, doctests

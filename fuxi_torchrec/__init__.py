@@ -10,18 +10,23 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fuxi_torchrec.api import evaluate, export, prepare, train
-    from fuxi_torchrec.config import Config, load_config
-    from fuxi_torchrec.data.prepare import PrepareOptions
-    from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig, geometric_periods
-    from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
-    from fuxi_torchrec.encoders.registry import make_encoder
-    from fuxi_torchrec.encoders.state import EncoderState
-    from fuxi_torchrec.evaluation.options import EvaluateOptions
-    from fuxi_torchrec.export.bundle import Bundle
-    from fuxi_torchrec.export.options import ExportOptions
-    from fuxi_torchrec.serving.recommender import Recommender
-    from fuxi_torchrec.serving.refresh.refresh import refresh
+    from fuxi_torchrec.api import evaluate as evaluate
+    from fuxi_torchrec.api import export as export
+    from fuxi_torchrec.api import prepare as prepare
+    from fuxi_torchrec.api import train as train
+    from fuxi_torchrec.config import Config as Config
+    from fuxi_torchrec.config import load_config as load_config
+    from fuxi_torchrec.data.prepare import PrepareOptions as PrepareOptions
+    from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig as FuXiLinearConfig
+    from fuxi_torchrec.encoders.fuxi_linear.config import geometric_periods as geometric_periods
+    from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder as FuXiLinearEncoder
+    from fuxi_torchrec.encoders.registry import make_encoder as make_encoder
+    from fuxi_torchrec.encoders.state import EncoderState as EncoderState
+    from fuxi_torchrec.evaluation.options import EvaluateOptions as EvaluateOptions
+    from fuxi_torchrec.export.bundle import Bundle as Bundle
+    from fuxi_torchrec.export.options import ExportOptions as ExportOptions
+    from fuxi_torchrec.serving.recommender import Recommender as Recommender
+    from fuxi_torchrec.serving.refresh.refresh import refresh as refresh
 
 __version__ = "0.1.0"
 
@@ -45,26 +50,7 @@ _HOME = {
     "train": "api",
 }
 
-__all__ = [
-    "Bundle",
-    "Config",
-    "EncoderState",
-    "EvaluateOptions",
-    "ExportOptions",
-    "FuXiLinearConfig",
-    "FuXiLinearEncoder",
-    "PrepareOptions",
-    "Recommender",
-    "__version__",
-    "evaluate",
-    "export",
-    "geometric_periods",
-    "load_config",
-    "make_encoder",
-    "prepare",
-    "refresh",
-    "train",
-]
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> Any:

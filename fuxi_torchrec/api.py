@@ -31,8 +31,8 @@ Example:
 """
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,7 @@ def train(
     overrides: Sequence[str] = (),
     init_from: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Train, or go on where the run was stopped; its ``summary.json``. In the main thread: SIGTERM saves and ends.
+    """Train, or resume where the run was stopped; its ``summary.json``. In the main thread: SIGTERM saves and ends.
 
     Args:
         config: of the experiment, or its YAML file; None is the run's own, or the defaults.
@@ -176,22 +176,18 @@ def export(
         return exporting.export(_load(run_dir, world, run), output, options)
 
 
-@contextmanager
-def _group(config: "Config") -> Iterator["World"]:
+def _group(config: "Config") -> AbstractContextManager["World"]:
     from fuxi_torchrec.distributed import process_group
 
     device = None if config.distributed.device == "auto" else config.distributed.device
-    with process_group(config.distributed.timeout_seconds, device) as world:
-        yield world
+    return process_group(config.distributed.timeout_seconds, device)
 
 
-@contextmanager
-def _group_of(run_dir: str | Path) -> Iterator["World"]:
+def _group_of(run_dir: str | Path) -> AbstractContextManager["World"]:
     """The ranks that work on a trained run, with the device and the timeouts of its configuration."""
     from fuxi_torchrec.training.run_directory import RunDirectory
 
-    with _group(RunDirectory(run_dir).read_config()) as world:
-        yield world
+    return _group(RunDirectory(run_dir).read_config())
 
 
 def _load(run_dir: str | Path, world: "World", run: "RunOptions | None") -> Any:

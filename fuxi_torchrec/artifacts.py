@@ -55,12 +55,6 @@ def crc32_of(path: Path) -> int:
     return value
 
 
-def sync_all(directory: Path) -> None:
-    """Wait until a directory with everything below it is on disk."""
-    for path in (*directory.rglob("*"), directory):
-        sync(path)
-
-
 def lock(file: IO[Any], wait_seconds: float = 0.5, shared: bool = False) -> bool:
     """Take a file's lock until it is closed; False if another process keeps it.
 
@@ -141,14 +135,14 @@ class NewDirectory:
         return self.place
 
     def check(self) -> None:
-        """Refuse to write where something is."""
         if self.output.exists():
             raise OutputError(f"{self.output} exists: nothing is written over it, choose another output")
 
     def commit(self) -> None:
         """Give the place its name, everything in it on disk."""
         self.check()
-        sync_all(self.place)
+        for path in (*self.place.rglob("*"), self.place):
+            sync(path)
         os.rename(self.place, self.output)
         sync(self.output.parent)
 

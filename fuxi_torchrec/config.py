@@ -9,26 +9,22 @@ Sections are frozen dataclasses; ``help`` in a field's metadata is the comment s
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
-from fuxi_torchrec.encoders.base import EncoderConfig
+from fuxi_torchrec.encoders.base import EncoderConfig, setting
 from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_class
 from fuxi_torchrec.tasks.next_item import LossConfig
 from fuxi_torchrec.tasks.registry import TaskConfig
 
 
-def _key(default: Any, help: str, operational: bool = False) -> Any:
-    """A setting; an operational one may change when a run is resumed, all others are the run's identity."""
-    return field(default=default, metadata={"help": help, "operational": operational})
-
-
 def _operational(default: Any, help: str) -> Any:
-    return _key(default, help, operational=True)
+    """A setting that may change when a run is resumed; all others are the run's identity."""
+    return setting(default, help, operational=True)
 
 
 @dataclass(frozen=True)
@@ -36,13 +32,13 @@ class DataConfig:
     """What is trained on."""
 
     path: str = _operational("", "directory of a prepared dataset; its fingerprint is checked, not its place")
-    time_unit: Literal["s", "ms", "us"] = _key("s", "of the dataset and of model.temporal_periods")
-    split: Literal["leave_one_out", "by_time"] = _key("leave_one_out", "what is kept for validation and test")
-    fit_on_valid: bool = _key(False, "leave_one_out: train on the validation events too; there is no validation then")
-    valid_from: int | None = _key(None, "by_time: start of the validation period")
-    test_from: int | None = _key(None, "by_time: start of the test period; required")
-    min_item_events: int = _key(1, "items with fewer training events are unknown: index 0")
-    oov_rate: float = _key(0.01, "share of input items replaced by index 0 in training, so that its row is trained")
+    time_unit: Literal["s", "ms", "us"] = setting("s", "of the dataset and of model.temporal_periods")
+    split: Literal["leave_one_out", "by_time"] = setting("leave_one_out", "what is kept for validation and test")
+    fit_on_valid: bool = setting(False, "leave_one_out: train on the validation events too, without validation")
+    valid_from: int | None = setting(None, "by_time: start of the validation period")
+    test_from: int | None = setting(None, "by_time: start of the test period; required")
+    min_item_events: int = setting(1, "items with fewer training events are unknown: index 0")
+    oov_rate: float = setting(0.01, "share of input items replaced by index 0 in training, so that its row is trained")
     on_bad_rows: Literal["error", "skip"] = _operational("error", "bad users: stop, or leave them out and count them")
     num_workers: int = _operational(0, "processes that read ahead, per rank")
     cache_mib: int = _operational(512, "decoded blocks that a rank keeps; its reading processes share it")
@@ -61,16 +57,16 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How histories become steps; the same on any number of processes."""
+    """How histories become steps; the same on any number of ranks."""
 
-    events: int | None = _key(None, "input events of a global batch, about; 16384 if users is not given either")
-    users: int | None = _key(None, "sequences of a global batch, in place of events")
-    max_length: int = _key(1024, "input events of a sequence, at most")
-    truncation: Literal["recent", "windows"] = _key("recent", "of longer histories: the last events, or windows")
-    streams: int = _key(16, "the dataset is read in so many streams; at least as many as processes")
-    shuffle_blocks: int = _key(8, "row groups whose users are mixed with each other")
+    events: int | None = setting(None, "input events of a global batch, about; 16384 if users is not given either")
+    users: int | None = setting(None, "sequences of a global batch, in place of events")
+    max_length: int = setting(1024, "input events of a sequence, at most")
+    truncation: Literal["recent", "windows"] = setting("recent", "of longer histories: the last events, or windows")
+    streams: int = setting(16, "the dataset is read in so many streams; at least as many as ranks")
+    shuffle_blocks: int = setting(8, "row groups whose users are mixed with each other")
     max_events_per_rank: int | None = _operational(
-        None, "a process's share of a batch is trained in parts of so many events at most (adamw); null: at once"
+        None, "gradient accumulation: a rank's share of a batch in parts of so many events (adamw); null: at once"
     )
 
     def __post_init__(self) -> None:
@@ -86,7 +82,7 @@ Sharding = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "au
 class FeatureConfig:
     """The table of a feature's values."""
 
-    pooling: Literal["sum", "mean"] = _key("sum", "of an event's values, where it has several")
+    pooling: Literal["sum", "mean"] = setting("sum", "of an event's values, where it has several")
     sharding: Sharding = _operational("data_parallel", "how the table is sharded; auto: TorchRec's planner chooses")
 
 
@@ -94,7 +90,7 @@ class FeatureConfig:
 class TablesConfig:
     """The embedding tables; their width is model.dim."""
 
-    init_std: float = _key(0.02, "rows start normal with this deviation, within two of them")
+    init_std: float = setting(0.02, "rows start normal with this deviation, within two of them")
     sharding: Sharding = _operational("row_wise", "how the item table is sharded; auto: TorchRec's planner chooses")
 
     def __post_init__(self) -> None:
@@ -115,22 +111,20 @@ class FeaturesConfig:
 class OptimizerConfig:
     """How parameters move."""
 
-    kind: Literal["adamw", "rowwise_adagrad"] = _key(
+    kind: Literal["adamw", "rowwise_adagrad"] = setting(
         "adamw", "for everything; rowwise_adagrad updates tables in the backward pass, AdamW the rest"
     )
-    lr: float = _key(1e-3, "learning rate")
-    table_lr: float | None = _key(None, "learning rate of the tables; lr if null")
-    scalar_lr: float | None = _key(
-        None, "learning rate of decays and channel weights, numbers that must travel far; lr if null"
-    )
-    betas: tuple[float, float] = _key((0.9, 0.98), "AdamW's averages")
-    eps: float = _key(1e-8, "AdamW's and Adagrad's")
-    weight_decay: float = _key(0.0, "decoupled, on the encoder's matrices; never on tables")
-    clip_norm: float | None = _key(None, "largest norm of all gradients together; null does not clip")
-    warmup_steps: int = _key(0, "the learning rates rise linearly over so many steps")
-    lr_schedule: Literal["constant", "linear", "cosine"] = _key("constant", "how they decay afterwards")
-    decay_steps: int | None = _key(None, "until this step; null: the end of training as planned at the first start")
-    min_lr_factor: float = _key(0.0, "factor of the learning rate left at the end of the schedule")
+    lr: float = setting(1e-3, "learning rate")
+    table_lr: float | None = setting(None, "learning rate of the tables; lr if null")
+    scalar_lr: float | None = setting(None, "learning rate of decays and channel weights; lr if null")
+    betas: tuple[float, float] = setting((0.9, 0.98), "decay rates of AdamW's moments")
+    eps: float = setting(1e-8, "AdamW's and Adagrad's")
+    weight_decay: float = setting(0.0, "decoupled, on the encoder's matrices; never on tables")
+    clip_norm: float | None = setting(None, "largest norm of all gradients together; null does not clip")
+    warmup_steps: int = setting(0, "the learning rates rise linearly over so many steps")
+    lr_schedule: Literal["constant", "linear", "cosine"] = setting("constant", "how they decay afterwards")
+    decay_steps: int | None = setting(None, "until this step; null: the end of training as planned at the first start")
+    min_lr_factor: float = setting(0.0, "factor of the learning rate left at the end of the schedule")
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "clip_norm", "table_lr", "scalar_lr"):
@@ -157,7 +151,7 @@ class TrainConfig:
 
     epochs: int = _operational(10, "passes over the data, at most")
     max_steps: int | None = _operational(None, "steps, at most")
-    precision: Literal["float32", "bfloat16"] = _key("float32", "bfloat16 is autocast, on devices that have it")
+    precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16 is autocast, on devices that have it")
     pipeline: Literal["auto", "base", "sparse_dist"] = _operational(
         "auto", "TorchRec's training pipeline; auto overlaps the lookup (sparse_dist) on CUDA"
     )
@@ -196,7 +190,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class DistributedConfig:
-    """How processes find and wait for each other."""
+    """How ranks find and wait for each other."""
 
     device: Literal["auto", "cpu", "cuda"] = _operational("auto", "auto takes CUDA where there is one")
     timeout_seconds: float = _operational(
@@ -220,18 +214,14 @@ class LoggingConfig:
         _check_least(self, every_steps=1)
 
 
-def _default_model() -> EncoderConfig:
-    return config_class(DEFAULT_KIND)()  # type: ignore[call-arg]  # every setting of this kind has a default
-
-
 @dataclass(frozen=True)
 class Config:
     """A whole experiment."""
 
-    seed: int = _key(0, "everything random follows from it")
+    seed: int = setting(0, "everything random follows from it")
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
-    model: EncoderConfig = field(default_factory=_default_model, metadata={"by_kind": config_class})
+    model: EncoderConfig = field(default_factory=config_class(DEFAULT_KIND), metadata={"by_kind": config_class})
     tables: TablesConfig = field(default_factory=TablesConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
@@ -246,21 +236,20 @@ class Config:
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be at least 0 and below 2^63, not {self.seed}")
-        shardings = {"tables.sharding": self.tables.sharding}
-        shardings |= {
-            f"features.event.{name}.sharding": feature.sharding for name, feature in self.features.event.items()
-        }
         if self.optimizer.kind == "rowwise_adagrad":
             if self.batch.max_events_per_rank is not None:
                 raise ValueError(
                     "batch.max_events_per_rank accumulates gradients over parts of a batch, and optimizer.kind "
                     "rowwise_adagrad updates the tables in every backward pass: lower batch.events, or take adamw"
                 )
+            shardings = {"tables": self.tables.sharding}
+            shardings |= {f"features.event.{name}": each.sharding for name, each in self.features.event.items()}
             for key, sharding in shardings.items():
                 if sharding == "column_wise":
                     raise ValueError(
-                        f"{key} is column_wise and optimizer.kind rowwise_adagrad: every column shard would have its "
-                        "own average, and the result would depend on their number; take another sharding, or adamw"
+                        f"{key}.sharding is column_wise and optimizer.kind rowwise_adagrad: every column shard would "
+                        "have its own accumulator, and the result would depend on their number; take another "
+                        "sharding, or adamw"
                     )
 
 
@@ -272,19 +261,7 @@ def _check_least(section: Any, **least: int) -> None:
             raise ValueError(f"{name} must be at least {bound}, not {value}")
 
 
-def differences(old: Config, new: Config) -> "list[Difference]":
-    """The keys in which two configurations differ.
-
-    Example:
-        >>> old, new = load_config(), load_config(overrides=["seed=7", "train.epochs=3"])
-        >>> [(d.key, d.old, d.new, d.operational) for d in differences(old, new)]
-        [('seed', 0, 7, False), ('train.epochs', 10, 3, True)]
-    """
-    return list(_differences(old, new, ""))
-
-
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """A key that differs, and whether a resumed run may change it."""
 
     key: str
@@ -293,18 +270,27 @@ class Difference:
     operational: bool
 
 
-def _differences(old: Any, new: Any, prefix: str) -> Iterator[Difference]:
+def differences(old: Any, new: Any, prefix: str = "") -> list[Difference]:
+    """The keys in which two configurations differ.
+
+    Example:
+        >>> old, new = load_config(), load_config(overrides=["seed=7", "train.epochs=3"])
+        >>> [(d.key, d.old, d.new, d.operational) for d in differences(old, new)]
+        [('seed', 0, 7, False), ('train.epochs', 10, 3, True)]
+    """
+    found: list[Difference] = []
     for each in dataclasses.fields(old):
         if not hasattr(new, each.name):  # sections of different kinds: the kind says it
             continue
         key, a, b = prefix + each.name, getattr(old, each.name), getattr(new, each.name)
         if dataclasses.is_dataclass(a):
-            yield from _differences(a, b, key + ".")
+            found += differences(a, b, key + ".")
         elif isinstance(a, dict) and a.keys() == b.keys():
             for name in a:
-                yield from _differences(a[name], b[name], f"{key}.{name}.")
+                found += differences(a[name], b[name], f"{key}.{name}.")
         elif a != b:
-            yield Difference(key, a, b, bool(each.metadata.get("operational", False)))
+            found.append(Difference(key, a, b, bool(each.metadata.get("operational"))))
+    return found
 
 
 def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -> Config:

@@ -1,4 +1,4 @@
-"""Joining and leaving the process group, and failing together.
+"""The process group: joining and leaving it, and errors of one rank raised on all.
 
 Every group made here has a finite timeout: a peer that is gone becomes an error, never a hang.
 """
@@ -38,7 +38,7 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among its peers."""
+    """This rank's place among its peers."""
 
     rank: int
     size: int
@@ -89,7 +89,7 @@ def process_group(timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, device_type:
 def exit_now(code: int) -> NoReturn:
     """End this process at once, without the destructors of native libraries.
 
-    They take seconds where TorchRec's modules are torn down, and a job that is asked to stop has ten; and now and then
+    They take seconds where TorchRec's modules are torn down, and a job that is preempted has ten; and now and then
     one aborts, so that a job whose work is complete counts as failed.
     """
     atexit._run_exitfuncs()
@@ -106,23 +106,17 @@ def _place() -> tuple[int, int, int]:
     if "RANK" in os.environ:
         raise RuntimeError(
             f"RANK is set but {', '.join(missing)} is not: start workers with torchx or torchrun, "
-            "or unset RANK to run as a single process"
+            "or unset RANK to run as a single rank"
         )
     return 0, 1, 0
 
 
 def check_same(what: str, value: str) -> None:
-    """Raise on every rank if ranks have different values: a collective.
-
-    Args:
-        what: for the message ("the configuration").
-        value: this rank's.
-    """
+    """Raise on every rank if ranks have different values of ``what``: a collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    own = hashlib.sha256(value.encode()).hexdigest()
     everyone: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, hashlib.sha256(value.encode()).hexdigest())
     others = [rank for rank, each in enumerate(everyone) if each != everyone[0]]
     if others:
         raise RuntimeError(
@@ -150,7 +144,7 @@ def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Ite
 
     Args:
         what: what the step does, for the message ("reading the config").
-        group: of all processes, if not the default one: a thread beside others needs its own.
+        group: of all ranks, if not the default one: a thread beside others needs its own.
     """
     error: Exception | None = None
     try:
@@ -174,7 +168,7 @@ def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Ite
 
 
 def run_on_rank_0(world: World, what: str, work: Callable[[], T]) -> T | None:
-    """Let process 0 do something however long it takes: the others wait as long as it lives. None on the others.
+    """Let rank 0 do something however long it takes: the others wait as long as it lives. None on the others.
 
     It works in a thread, and says now and then that it still does, so that no collective meets its timeout.
     """

@@ -1,4 +1,4 @@
-"""Is this machine ready? Versions, FBGEMM's operators, a sharded table on two processes, cores, memory, devices.
+"""Is this machine ready? Versions, FBGEMM's operators, a sharded table on two ranks, cores, memory, devices.
 
     python -m fuxi_torchrec.doctor [--quick]
 
@@ -32,7 +32,6 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """Whether something must be done."""
         return bool(self.advice)
 
     def __str__(self) -> str:
@@ -71,11 +70,8 @@ def check_versions() -> Iterator[Finding]:
     wanted = wanted_versions()
     builds = [name for name in FBGEMM_BUILDS if installed_version(name)]
     if len(builds) > 1:
-        yield Finding(
-            "fbgemm",
-            " and ".join(builds),
-            f"they overwrite each other: pip uninstall -y {' '.join(builds)}, then {REINSTALL}",
-        )
+        advice = f"they overwrite each other: pip uninstall -y {' '.join(builds)}, then {REINSTALL}"
+        yield Finding("fbgemm", " and ".join(builds), advice)
     for name in sorted(wanted):
         if name in FBGEMM_BUILDS and name not in (builds or FBGEMM_BUILDS[:1]):
             continue
@@ -98,14 +94,14 @@ def check_operators() -> Iterator[Finding]:
     except Exception as error:
         yield Finding("fbgemm operator", _first_line(error), f"torch and FBGEMM do not fit each other: {REINSTALL}")
         return
-    right = sums == [0, 2, 2, 5]
-    yield Finding(
-        "fbgemm operator", "computes" if right else f"cumsum of [2, 0, 3] gave {sums}", "" if right else REINSTALL
-    )
+    if sums == [0, 2, 2, 5]:
+        yield Finding("fbgemm operator", "computes")
+    else:
+        yield Finding("fbgemm operator", f"cumsum of [2, 0, 3] gave {sums}", REINSTALL)
 
 
 def check_sharding() -> Iterator[Finding]:
-    """A row-wise sharded EmbeddingBagCollection on two gloo processes gives the unsharded rows."""
+    """A row-wise sharded EmbeddingBagCollection on two gloo ranks gives the unsharded rows."""
     from fuxi_torchrec.worker_group import WorkerError, WorkerGroup
 
     try:
@@ -113,10 +109,10 @@ def check_sharding() -> Iterator[Finding]:
             largest = max(group.run(row_wise_lookup_error))
     except WorkerError as error:
         advice = "gloo or TorchRec failed; if the text speaks of an address or a connection, set GLOO_SOCKET_IFNAME=lo"
-        yield Finding("two processes", _last_line(str(error)), advice)
+        yield Finding("two ranks", str(error).strip().splitlines()[-1], advice)
         return
     advice = "" if largest < 1e-6 else f"sharded rows differ from unsharded ones by {largest:.1e}: {REINSTALL}"
-    yield Finding("two processes", "row-wise sharded lookup over gloo is exact" if not advice else "wrong rows", advice)
+    yield Finding("two ranks", "row-wise sharded lookup over gloo is exact" if not advice else "wrong rows", advice)
 
 
 def row_wise_lookup_error() -> float:
@@ -183,22 +179,15 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
 
 
-def _last_line(text: str) -> str:
-    return text.strip().splitlines()[-1]
-
-
 def examine(quick: bool = False) -> Iterator[Finding]:
     """All findings in order; what needs a sound stack is left out once something failed."""
-    quick_checks: list[Callable[[], Iterator[Finding]]] = [check_python, check_versions]
-    deep_checks: list[Callable[[], Iterator[Finding]]] = [check_operators, check_sharding]
+    deep_checks: list[Callable[[], Iterator[Finding]]] = [] if quick else [check_operators, check_sharding]
     failed = False
-    for check in quick_checks:
-        for finding in check():
-            failed |= finding.failed
-            yield finding
-    if quick:
-        return
-    yield from check_machine()
+    for finding in (*check_python(), *check_versions()):
+        failed |= finding.failed
+        yield finding
+    if not quick:
+        yield from check_machine()
     for check in deep_checks:
         if failed:
             yield Finding(check.__name__.removeprefix("check_"), "not checked: mend the lines above first", mark="--")

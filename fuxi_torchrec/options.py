@@ -49,11 +49,9 @@ def add_options(parser: argparse.ArgumentParser, schema: type[Any]) -> None:
             continue
         kind, default = _plain(hints[field.name]), field.default
         if kind is bool:
-            flag = f"--no-{field.name.replace('_', '-')}" if default else _flag(field.name)
-            text = f"do not {said}" if default else said
-            parser.add_argument(
-                flag, dest=field.name, action="store_false" if default else "store_true", help=_text(text)
-            )
+            flag, text = (_flag(f"no_{field.name}"), f"do not {said}") if default else (_flag(field.name), said)
+            action = "store_false" if default else "store_true"
+            parser.add_argument(flag, dest=field.name, action=action, help=_text(text))
             continue
         choices = get_args(kind) if get_origin(kind) is Literal else None
         required = default is dataclasses.MISSING

@@ -22,7 +22,7 @@ import sys
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 import yaml
@@ -37,8 +37,7 @@ class ConfigError(ValueError):
     """A configuration that does not fit its schema; the message lists every problem."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Setting:
+class _Setting(NamedTuple):
     """A value as somebody wrote it, and where."""
 
     value: Any
@@ -46,12 +45,9 @@ class _Setting:
 
 
 def load(schema: type[Schema], path: str | Path | None = None, overrides: Sequence[str] = ()) -> Schema:
-    """Read a configuration: the schema's defaults, then the file, then ``key.sub=value`` overrides.
+    """Read a configuration: the schema's defaults, then the YAML file, then ``key.sub=value`` overrides.
 
-    Args:
-        schema: a (frozen) dataclass, nested dataclasses allowed.
-        path: a YAML file; None for the defaults alone.
-        overrides: for example ``["seed=7", "logging.level=debug"]``; values are YAML.
+    The schema is a dataclass, nested dataclasses allowed; the values of overrides are YAML.
     """
     settings: dict[_Key, _Setting] = {}
     if path is not None:
@@ -59,14 +55,16 @@ def load(schema: type[Schema], path: str | Path | None = None, overrides: Sequen
     for override in overrides:
         settings.update(_read_override(override))
     actual = _with_kinds(schema, settings)
-    checked = {key: _check_key(actual, key) for key in settings}
-    problems = [f"{settings[key].where}: {problem}" for key, problem in checked.items() if problem is not None]
+    problems = []
+    for key, setting in settings.items():
+        try:
+            # a section whose every line is commented out reads as null and means its defaults
+            if dataclasses.is_dataclass(_type_of(key, actual)) and setting.value is None:
+                settings[key] = setting._replace(value={})
+        except ConfigError as error:
+            problems.append(f"{setting.where}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    # a section whose every line is commented out reads as null and means its defaults
-    for key, setting in settings.items():
-        if setting.value is None and _is_section(actual, key):
-            settings[key] = dataclasses.replace(setting, value={})
     found = _validate(actual, settings)
     return schema(**{name: getattr(found, name) for name in _types(schema)})
 
@@ -78,9 +76,7 @@ def dump(config: Any) -> str:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The configuration as plain dicts, lists and scalars."""
-    plain = json.loads(json.dumps(dataclasses.asdict(config)))
-    assert isinstance(plain, dict)
-    return plain
+    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -178,7 +174,7 @@ def _read_override(override: str) -> dict[_Key, _Setting]:
     key = tuple(name.strip().split("."))
     node = _parse(text, f"{COMMAND_LINE}, {override}")
     if isinstance(node, yaml.MappingNode) and node.value:
-        return {k: dataclasses.replace(s, where=COMMAND_LINE) for k, s in _leaves(node, key, COMMAND_LINE)}
+        return {k: s._replace(where=COMMAND_LINE) for k, s in _leaves(node, key, COMMAND_LINE)}
     return {key: _Setting(_value(node), COMMAND_LINE)}
 
 
@@ -233,14 +229,13 @@ def _keys(schema: type[Any], prefix: _Key = ()) -> list[_Key]:
     found: list[_Key] = []
     for name, kind in _types(schema).items():
         found.append((*prefix, name))
-        section = _section(kind)
-        if section is not None:
+        if (section := _section(kind)) is not None:
             found += _keys(section, (*prefix, name))
     return found
 
 
-def _check_key(schema: type[Any], key: _Key) -> str | None:
-    """What is wrong with a key, None if the schema has it."""
+def _type_of(key: _Key, schema: type[Any]) -> Any:
+    """The type of a key's value; a ConfigError if the schema does not have the key."""
     kind: Any = schema
     for depth, name in enumerate(key):
         if _mapping_value(kind) is not None:
@@ -248,7 +243,7 @@ def _check_key(schema: type[Any], key: _Key) -> str | None:
             continue
         section = _section(kind)
         if section is None:
-            return f"{'.'.join(key)} is set, but {'.'.join(key[:depth])} is no section"
+            raise ConfigError(f"{'.'.join(key)} is set, but {'.'.join(key[:depth])} is no section")
         if name not in _types(section):
             wrong = ".".join(key[: depth + 1])
             everywhere = [".".join(k) for k in _keys(schema)]
@@ -256,17 +251,9 @@ def _check_key(schema: type[Any], key: _Key) -> str | None:
             near = difflib.get_close_matches(wrong, here, 1) or difflib.get_close_matches(wrong, everywhere, 1)
             near = near or [k for k in everywhere if k.rpartition(".")[2] == name]
             hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(here)}"
-            return f"unknown key {wrong}; {hint}"
+            raise ConfigError(f"unknown key {wrong}; {hint}")
         kind = _types(section)[name]
-    return None
-
-
-def _is_section(schema: type[Any], key: _Key) -> bool:
-    kind: Any = schema
-    for name in key:
-        inside = _mapping_value(kind)
-        kind = _types(_section(kind) or schema)[name] if inside is None else inside
-    return isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    return kind
 
 
 def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
@@ -331,12 +318,9 @@ def _scalar(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_scalar(k)}: {_scalar(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str):
-        plain = re.fullmatch(r"[A-Za-z_/.][\w/.-]*", value) is not None and _value(_parse(value, "")) == value
-        return value if plain else _quote(value)
+        if re.fullmatch(r"[A-Za-z_/.][\w/.-]*", value) and _value(_parse(value, "")) == value:
+            return value
+        return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
     if isinstance(value, float) and not math.isfinite(value):
         return ".nan" if math.isnan(value) else (".inf" if value > 0 else "-.inf")
     return json.dumps(value)
-
-
-def _quote(text: str) -> str:
-    return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")

@@ -1,4 +1,4 @@
-"""A group of local gloo processes that runs one function after another.
+"""A group of local gloo ranks that runs one function after another.
 
 Starting a process that imports TorchRec takes seconds, so a group stays up and is given many cases. The tests and
 the doctor use it. A case that fails or hangs ends the group, and the next case starts a new one.
@@ -16,7 +16,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from types import TracebackType
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -29,10 +28,10 @@ class WorkerError(RuntimeError):
 
 
 class WorkerGroup:
-    """``world_size`` processes in one gloo group, each with one thread.
+    """``world_size`` ranks in one gloo group, each a process with one thread.
 
     Args:
-        world_size: number of processes.
+        world_size: number of ranks.
         timeout_seconds: how long one call of :meth:`run` may take; also the timeout of every collective.
 
     Example:
@@ -75,9 +74,8 @@ class WorkerGroup:
         while waiting:
             ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = (
-                    "still running when another rank failed" if errors else f"no answer in {self.timeout_seconds:g} s"
-                )
+                failed = "still running when another rank failed"
+                late = failed if errors else f"no answer in {self.timeout_seconds:g} s"
                 errors.update(dict.fromkeys(waiting.values(), late))
                 break
             for pipe in self._pipes:
@@ -125,9 +123,7 @@ class WorkerGroup:
     def __enter__(self) -> "WorkerGroup":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -155,10 +151,5 @@ def _join(rank: int, world_size: int, store: str, timeout_seconds: float) -> Non
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group("gloo", f"file://{store}", timeout, world_size=world_size, rank=rank)

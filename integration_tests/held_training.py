@@ -3,7 +3,11 @@
     torchx run dist.ddp -m integration_tests.held_training -- --run-dir RUN ...
 
 With a file ``RUN/hold`` that names a step, every process that stands there writes ``RUN/held/RANK`` and waits until
+<<<<<<< HEAD
 ``RUN/hold`` is gone or it is preempted. ``RUN/raise`` and ``RUN/stuck`` name steps at which rank 1 raises, or
+=======
+``RUN/hold`` is gone or it is asked to stop. ``RUN/raise`` and ``RUN/stuck`` name steps at which rank 1 raises, or
+>>>>>>> main
 stands still for good.
 """
 
@@ -23,28 +27,29 @@ LONGEST = 90.0  # seconds: a test that failed leaves nothing behind
 
 def patch() -> None:
     """Put the waiting before every step."""
-    from fuxi_torchrec.training.trainer import Trainer
+    from fuxi_torchrec.training.steps import StepRunner
 
-    one_step = Trainer._one_step
+    train_step = StepRunner.train
 
-    def held(self, steps):
-        if number(self.directory.path / "raise") == self.progress.step and self.world.rank == 1:
-            raise ValueError("process 1 was told to fail")
-        if number(self.directory.path / "stuck") == self.progress.step and self.world.rank == 1:
+    def held(self):
+        run = self.run
+        if number(run.directory.path / "raise") == run.progress.step and run.world.rank == 1:
+            raise ValueError("rank 1 was told to fail")
+        if number(run.directory.path / "stuck") == run.progress.step and run.world.rank == 1:
             stand_still()
-        hold = self.directory.path / "hold"
-        if number(hold) == self.progress.step:
+        hold = run.directory.path / "hold"
+        if number(hold) == run.progress.step:
             (hold.parent / "held").mkdir(exist_ok=True)
-            about = {"pid": os.getpid(), "agent": os.getppid(), "world": self.world.size}
-            aside = hold.parent / "held" / f".{self.world.rank}"
+            about = {"pid": os.getpid(), "agent": os.getppid(), "world": run.world.size}
+            aside = hold.parent / "held" / f".{run.world.rank}"
             aside.write_text(json.dumps(about))
-            aside.rename(aside.with_name(str(self.world.rank)))
+            aside.rename(aside.with_name(str(run.world.rank)))
             deadline = time.monotonic() + LONGEST
-            while hold.exists() and not self.stop.requested and time.monotonic() < deadline:
+            while hold.exists() and not run.stop.requested and time.monotonic() < deadline:
                 time.sleep(0.02)
-        return one_step(self, steps)
+        return train_step(self)
 
-    Trainer._one_step = held
+    StepRunner.train = held
 
 
 def stand_still() -> None:

@@ -27,14 +27,18 @@ FEATURE = ["features.event.action.pooling=sum", "features.event.action.sharding=
 
 
 def export(run_dir, output, load_options=None, **options):
-    from fuxi_torchrec.evaluation import loading
+    from fuxi_torchrec.evaluation import encoding
     from fuxi_torchrec.export import export as exporting
     from fuxi_torchrec.export import users
     from fuxi_torchrec.export.options import ExportOptions
 
     run = small.load(run_dir, **(load_options or {}))
     options = {"state_min_events": 10, "programs": False, **options}
+<<<<<<< HEAD
     loading._EVENTS, users._PART_USERS = 200, 9  # several parts a rank
+=======
+    encoding._EVENTS, users._PART_USERS = 200, 9  # several parts a process
+>>>>>>> main
     return exporting.export(run, output, ExportOptions(**options)).users
 
 

@@ -138,7 +138,7 @@ def test_a_worker_that_raises_ends_the_job_with_exit_code_1_and_its_error_first(
         said = finish(process, log, expected=1)
     root_cause = said[said.index("Root Cause") :]
     assert "rank      : 1 " in root_cause
-    assert "ValueError: process 1 was told to fail" in root_cause
+    assert "ValueError: rank 1 was told to fail" in root_cause
     assert list(runs.losses(run_dir)) == [1, 2, 3]
 
 

@@ -194,7 +194,7 @@ def test_a_copied_run_resumes(workers, run, data, expected):
             "ShardingError",
             ["tables.sharding", "column_wise needs model.dim to be a multiple of 4, not 6"],
         ),
-        (["batch.streams=1"], "ValueError", ["2 processes need at least as many streams, there are 1"]),
+        (["batch.streams=1"], "ValueError", ["2 ranks need at least as many streams, there are 1"]),
         (["train.precision=bfloat16"], "ValueError", ["train.precision = bfloat16", "cpu", "take float32"]),
         (["data.time_unit=ms"], "DataError", ["times are in s", "data.time_unit = ms"]),
         (["data.min_item_events=100000"], "DataError", ["no item has 100000 training events"]),

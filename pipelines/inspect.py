@@ -59,7 +59,7 @@ def sample_user(reader: Reader, row: int, events: int = 10) -> str:
     raw = reader.dataset.vocabulary().raw(block.items[max(a, b - events) : b])
     unit = reader.dataset.info.time_unit
     times = block.times[max(a, b - events) : b].tolist()
-    lines = [f"user {reader.user_ids(number)[inside]!r} (row {row}): {b - a:,} events, the last {len(raw)}:"]
+    lines = [f"user {reader.ids_of(np.array([row]))[0].as_py()!r} (row {row}): {b - a:,} events, the last {len(raw)}:"]
     return "\n".join([*lines, *(f"  {show_time(t, unit)}  {item}" for t, item in zip(times, raw, strict=True))])
 
 

@@ -123,8 +123,8 @@ def _print_changes(config: Config, items: int, features: dict[str, int], cluster
         print("No single change and no pair of changes that were tried makes it fit: take fewer items or more memory.")
         return
     print("What would fit:")
-    for change in sorted(changes, key=lambda each: each.total):
-        print(f"  {' and '.join(change.settings):<60} {_size(change.total):>10}")
+    for settings, total in sorted(changes.items(), key=lambda each: each[1]):
+        print(f"  {' and '.join(settings):<60} {_size(total):>10}")
 
 
 def _sharding(parts: "list[Placement]") -> str:

@@ -1,7 +1,8 @@
 """Batches of events as plain tensors."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from fuxi_torchrec.data.reader import Block, Reader
 from fuxi_torchrec.data.schedule import Position, Schedule
 from fuxi_torchrec.data.splits import Bounds, Part, Split
 from fuxi_torchrec.events.hashing import mix
-from fuxi_torchrec.events.histories import Column, Ints, no_values, ranges, stack, take
+from fuxi_torchrec.events.histories import Column, Ints, bounds_of, no_values, ranges, stack, take
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class EventBatch:
         targets: (T,) index of the event after each; of weight 0 where it is not to be predicted.
         target_weights: (T,) float32.
         timestamps: (T,) int64 times of the input events.
-        request_timestamps: (B,) int64, the time of the event after each sequence's last: when the model is asked.
+        request_timestamps: (B,) int64, the time of the event after each sequence's last.
         offsets: (B + 1,) int64.
         features: of the input events, as arrays: they become bags.
         users: (B,) rows of the users in the dataset.
@@ -46,7 +47,6 @@ class EventBatch:
 
     @property
     def events(self) -> int:
-        """Input events."""
         return len(self.items)
 
 
@@ -68,41 +68,33 @@ class Items:
         if not 0.0 <= self.oov_rate < 1.0:
             raise ValueError(f"oov_rate must be at least 0 and below 1, not {self.oov_rate}")
 
-    def inputs(self, items: Ints, draw: NDArray[np.uint64] | None) -> Ints:
-        """Input indices as the model sees them; ``draw`` is a random number per event, None outside training."""
-        seen = np.where(self.known[items], items, 0)
-        if draw is None or self.oov_rate == 0:
-            return seen
-        return np.where(draw < np.uint64(self.oov_rate * 2.0**64), 0, seen)
+    def find(self, items: Ints) -> Ints:
+        """Indices as the model sees them."""
+        return np.where(self.known[items], items, 0)
+
+    def dropped(self, epoch: int, user: Ints, position: Ints) -> NDArray[np.bool_]:
+        """Which events of an epoch have their item replaced, by the row of the user and the place in its history."""
+        draw = mix(self.seed, epoch, user.astype(np.uint64), position.astype(np.uint64))
+        return draw < np.uint64(self.oov_rate * 2.0**64)
 
 
 class BatchMaker:
-    """Sequences of a dataset to batches.
-
-    Args:
-        reader: the dataset.
-        split: what is for training and what for evaluation.
-        items: which items the run knows.
-    """
+    """Sequences of a dataset to batches: of its split, with the items that a run knows."""
 
     def __init__(self, reader: Reader, split: Split, items: Items) -> None:
         self.reader, self.split, self.items = reader, split, items
 
     def training(self, schedule: Schedule, chosen: Ints, epoch: int, end: Position | None = None) -> EventBatch:
         """A batch of training sequences: next item at every position."""
-        plan = schedule.plan
+        most, recent = schedule.plan.max_length, schedule.plan.truncation == "recent"
         order = np.sort(chosen)  # by row, and so by block
         user, window = schedule.sequences.user[order], schedule.sequences.window[order]
         pieces = []
-        for block, rows, part in self._blocks(user):
-            train_end = self.bounds(block).train_end[rows]
-            inputs = np.maximum(train_end - 1, 0)  # the last one is only a target
-            if plan.truncation == "recent":
-                begin, stop = np.maximum(inputs - plan.max_length, 0), inputs
-            else:
-                begin = np.minimum(window[part] * plan.max_length, inputs)
-                stop = np.minimum(begin + plan.max_length, inputs)
-            pieces.append(_Piece(block, rows, begin, stop, user[part]))
+        for number, rows, part in self.reader.by_block(user):
+            block = self.reader.block(number)
+            inputs = np.maximum(self.bounds(block).train_end[rows] - 1, 0)  # the last one is only a target
+            begin = np.maximum(inputs - most, 0) if recent else np.minimum(window[part] * most, inputs)
+            pieces.append(_Piece(block, rows, begin, np.minimum(begin + most, inputs), user[part]))
         return self._join(pieces, epoch, end)
 
     def evaluation(self, users: Ints, part: Part, max_length: int) -> EventBatch:
@@ -112,26 +104,27 @@ class BatchMaker:
         """
         pieces = []
         order = np.sort(users)
-        for block, rows, chosen in self._blocks(order):
+        for number, rows, chosen in self.reader.by_block(order):
+            block = self.reader.block(number)
             target = self.bounds(block).target(part)[rows]
             has = target >= 1
             begin = np.maximum(target[has] - max_length, 0)
             pieces.append(_Piece(block, rows[has], begin, target[has], order[chosen][has]))
-        return _only_last_targets(self._join(pieces, None, None))
+        batch = self._join(pieces)
+        last = batch.offsets[1:] - 1
+        weights = torch.zeros_like(batch.target_weights)
+        weights[last] = (batch.targets[last] > 0).float()
+        return replace(batch, target_weights=weights)
 
     def histories(self, users: Ints, max_length: int, until: int | None = None) -> tuple[EventBatch, Ints]:
-        """The last events of each user, whatever the split; and how many came before them.
+        """The last events of each user, whatever the split, none after ``until``; and how many came before them.
 
         Users without events are left out. Nothing is a target; the request times are those of the last events.
-
-        Args:
-            users: rows.
-            max_length: events of each, at most.
-            until: later events are left out; None for none.
         """
         pieces, before = [], [np.zeros(0, np.int64)]
         order = np.sort(users)
-        for block, rows, chosen in self._blocks(order):
+        for number, rows, chosen in self.reader.by_block(order):
+            block = self.reader.block(number)
             first, end = block.offsets[rows], block.offsets[rows + 1]
             stop = end - first
             if until is not None:
@@ -140,7 +133,7 @@ class BatchMaker:
             begin = np.maximum(stop - max_length, 0)
             pieces.append(_Piece(block, rows, begin, stop, order[chosen]))
             before.append(begin[stop > 0])
-        return self._join(pieces, None, None, targets=False), np.concatenate(before)
+        return self._join(pieces, targets=False), np.concatenate(before)
 
     def bounds(self, block: Block) -> Bounds:
         """The split of a block's users, kept with the block."""
@@ -157,50 +150,32 @@ class BatchMaker:
             index = ranges(block.offsets[:-1], np.maximum(train_end - 1, 0))
             yield block.items[index], block.items[index + 1]
 
-    def _blocks(self, users: Ints) -> "list[tuple[Block, Ints, slice]]":
-        """Of sorted users: each block, its rows, and their place among the users."""
-        numbers = np.searchsorted(self.reader.first_user, users, side="right") - 1
-        found = []
-        for number in np.unique(numbers).tolist():
-            a, b = np.searchsorted(numbers, [number, number + 1]).tolist()
-            rows = users[a:b] - self.reader.first_user[number]
-            found.append((self.reader.block(number), rows, slice(a, b)))
-        return found
-
     def _join(
-        self,
-        pieces: "list[_Piece]",
-        epoch: int | None,
-        end: Position | None,
-        targets: bool = True,
+        self, pieces: "list[_Piece]", epoch: int | None = None, end: Position | None = None, targets: bool = True
     ) -> EventBatch:
-        pieces = [piece.without_empty() for piece in pieces]
-        pieces = [piece for piece in pieces if len(piece.rows)]
+        """A batch of the pieces; items are dropped at random in an epoch of training."""
         none = np.zeros(0, np.int64)
         items, goals, weights, times, requests, lengths, users = ([none] for _ in range(7))
         about = {feature.name: feature for feature in self.reader.dataset.info.features}
         features = {name: [no_values(about[name], 0)] for name in self.reader.features}
         for piece in pieces:
-            block = piece.block
-            first = block.offsets[piece.rows]
-            index = ranges(first + piece.begin, piece.stop - piece.begin)
-            draw = None
+            block, some = piece.block, piece.stop > piece.begin
+            rows, begin, stop, user = (each[some] for each in piece[1:])
+            first, length = block.offsets[rows], stop - begin
+            index = ranges(first + begin, length)
+            item = self.items.find(block.items[index])
             if epoch is not None and self.items.oov_rate:
-                row = np.repeat(piece.users, piece.stop - piece.begin).astype(np.uint64)
-                position = (index - np.repeat(first, piece.stop - piece.begin)).astype(np.uint64)
-                draw = mix(self.items.seed, epoch, row, position)
-            items.append(self.items.inputs(block.items[index], draw))
-            if targets:
-                goal = np.where(self.items.known[block.items[index + 1]], block.items[index + 1], 0)
-                weight = np.ones(len(index), np.float32) if block.weights is None else block.weights[index + 1]
-            else:
-                goal, weight = np.zeros_like(index), np.zeros(len(index), np.float32)
+                dropped = self.items.dropped(epoch, np.repeat(user, length), index - np.repeat(first, length))
+                item = np.where(dropped, 0, item)
+            items.append(item)
+            goal = self.items.find(block.items[index + 1]) if targets else np.zeros_like(index)
+            weight = np.ones(1, np.float32) if block.weights is None or not targets else block.weights[index + 1]
             goals.append(goal)
             weights.append(np.where(goal > 0, weight, 0))
             times.append(block.times[index])
-            requests.append(block.times[first + piece.stop - (0 if targets else 1)])
-            lengths.append(piece.stop - piece.begin)
-            users.append(piece.users)
+            requests.append(block.times[first + stop - (0 if targets else 1)])
+            lengths.append(length)
+            users.append(user)
             for name, parts in features.items():
                 parts.append(take(block.features[name], index))
         return EventBatch(
@@ -209,15 +184,14 @@ class BatchMaker:
             target_weights=torch.from_numpy(np.concatenate(weights).astype(np.float32)),
             timestamps=_tensor(times),
             request_timestamps=_tensor(requests),
-            offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(np.concatenate(lengths))]).astype(np.int64)),
+            offsets=torch.from_numpy(bounds_of(np.concatenate(lengths))),
             users=_tensor(users),
             features={name: stack(parts) for name, parts in features.items()},
             end=end,
         )
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Events begin .. stop − 1 of some rows of a block."""
 
     block: Block
@@ -226,18 +200,6 @@ class _Piece:
     stop: Ints
     users: Ints
 
-    def without_empty(self) -> "_Piece":
-        keep = self.stop > self.begin
-        return _Piece(self.block, self.rows[keep], self.begin[keep], self.stop[keep], self.users[keep])
-
 
 def _tensor(parts: list[Ints]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
-
-
-def _only_last_targets(batch: EventBatch) -> EventBatch:
-    last = batch.offsets[1:] - 1
-    weights = torch.zeros_like(batch.target_weights)
-    weights[last] = (batch.targets[last] > 0).float()
-    batch.target_weights.copy_(weights)
-    return batch

@@ -8,6 +8,7 @@ already, times mostly, costs next to nothing.
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,13 +16,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fuxi_torchrec.data.dataset import TIME
+from fuxi_torchrec.events.histories import Ints, bounds_of
 
 # columns of the events beside the dataset's: the user's number in the order of ids, and the event's place in the log
 USER_NUMBER, ROW_NUMBER = "__user", "__row"
 BUCKET_EVENTS = 2**18
 _BUCKET_USERS = 2**16  # a user's number within its bucket has 16 bits
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class BucketSort:
     def __init__(
         self, lengths: Ints, group_events: int, bucket_events: int, budget: int, spill: str, first_time: int = 0
     ) -> None:
-        self._total = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        self._total = bounds_of(lengths)
         self._groups = _cut(self._total, np.arange(len(lengths) + 1), group_events)
         self._first = _cut(self._total, self._groups, bucket_events)
         kind = np.min_scalar_type(len(self._first))
@@ -59,12 +59,10 @@ class BucketSort:
         self._schema: pa.Schema | None = None
 
     def add(self, batch: pa.RecordBatch) -> None:
-        """Put events into their buckets."""
         number = batch[USER_NUMBER].to_numpy()
         bucket = self._bucket[number]
         local = (number - self._first[bucket]).astype(np.uint16)
-        place = batch.schema.get_field_index(USER_NUMBER)
-        batch = batch.set_column(place, USER_NUMBER, pa.array(local))
+        batch = _with(batch, USER_NUMBER, local)
         if len(self._pieces) > 1:
             batch = _take(batch, np.argsort(bucket, kind="stable"))
         self._schema = batch.schema
@@ -94,17 +92,13 @@ class BucketSort:
             bucket = _joined(pieces)
             keys = [bucket[name].to_numpy() for name in (ROW_NUMBER, TIME, USER_NUMBER)]
             names = [name for name in bucket.schema.names if name not in (ROW_NUMBER, USER_NUMBER)]
-            events = self._with_times(_take(bucket.select(names), np.lexsort(keys)))
+            events = _take(bucket.select(names), np.lexsort(keys))
+            events = _with(events, TIME, events[TIME].to_numpy().astype(np.int64) + self._first_time)
             edges = self._groups[(self._groups >= first) & (self._groups <= stop)]
             for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
                 begin = int(self._total[a] - self._total[first])
                 part = events.slice(begin, int(self._total[b] - self._total[a]))
                 yield Users(a, np.diff(self._total[a : b + 1]), part)
-
-    def _with_times(self, events: pa.RecordBatch) -> pa.RecordBatch:
-        """With the times as they were."""
-        times = events[TIME].to_numpy().astype(np.int64) + self._first_time
-        return events.set_column(events.schema.get_field_index(TIME), TIME, pa.array(times))
 
     def _read(self, number: int) -> Iterator[pa.RecordBatch]:
         if self._spilled[number]:
@@ -126,6 +120,10 @@ def _cut(total: Ints, allowed: Ints, events: int) -> Ints:
     return allowed[edges]
 
 
+def _with(batch: pa.RecordBatch, name: str, values: NDArray[Any]) -> pa.RecordBatch:
+    return batch.set_column(batch.schema.get_field_index(name), name, pa.array(values))
+
+
 def _take(batch: pa.RecordBatch, order: Ints) -> pa.RecordBatch:
     """Some rows; in memory of the system, whose pages, unlike those of Arrow's own pool, are mostly used before."""
     rows, pool = pa.array(order), pa.system_memory_pool()
@@ -134,5 +132,4 @@ def _take(batch: pa.RecordBatch, order: Ints) -> pa.RecordBatch:
 
 
 def _joined(pieces: list[pa.RecordBatch]) -> pa.RecordBatch:
-    """One batch of several."""
     return pa.concat_batches(pieces, memory_pool=pa.system_memory_pool()) if len(pieces) > 1 else pieces[0]

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.filesystem import read_bytes
+from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
-from fuxi_torchrec.events.vocabulary import Vocabulary, read_values
+from fuxi_torchrec.events.vocabulary import Vocabulary, read_table
 
 VERSION = 2
 INFO = "dataset.json"
@@ -56,11 +58,9 @@ class DatasetInfo:
 
     @property
     def time_unit(self) -> TimeUnit:
-        """Of every time."""
         return self.log.time_unit
 
     def to_json(self) -> str:
-        """As it is written."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @staticmethod
@@ -69,10 +69,8 @@ class DatasetInfo:
         try:
             plain = json.loads(text)
             if plain["version"] != VERSION:
-                raise DataError(
-                    f"{path}: dataset of version {plain['version']}, this software reads version {VERSION}: "
-                    "prepare it again"
-                )
+                what = f"dataset of version {plain['version']}, this software reads version {VERSION}"
+                raise DataError(f"{path}: {what}: prepare it again")
             plain["log"] = LogSpec.from_dict(plain["log"])
             plain["files"] = tuple(FileInfo(**file) for file in plain["files"])
             plain["features"] = tuple(Feature(**feature) for feature in plain["features"])
@@ -102,23 +100,19 @@ class Dataset:
         return Dataset(str(path).rstrip("/"), DatasetInfo.from_json(text, where))
 
     def file(self, name: str) -> str:
-        """The path of one of its files."""
         return f"{self.path}/{name}"
 
     def vocabulary(self) -> Vocabulary:
-        """What its item indices stand for."""
         return Vocabulary.read(self.file(ITEMS))
 
     def feature_values(self, name: str) -> pa.Array:
         """Raw values of a feature of text, in the order of their indices, from 1."""
-        return read_values(self.file(f"feature-{name}.parquet"))
+        table = read_table(self.file(f"feature-{name}.parquet"), ["value", "index"])
+        return table.sort_by("index")["value"].combine_chunks()
 
 
-def histogram(lengths: Any) -> dict[str, int]:
+def histogram(lengths: Ints) -> dict[str, int]:
     """Users by length, in the buckets ``<= bound``."""
-    import numpy as np
-
-    bounds = np.asarray(BUCKETS)
-    counts = np.bincount(np.searchsorted(bounds, np.asarray(lengths)), minlength=len(bounds) + 1)
+    counts = np.bincount(np.searchsorted(BUCKETS, lengths), minlength=len(BUCKETS) + 1)
     names = [*(f"<={bound}" for bound in BUCKETS), f">{BUCKETS[-1]}"]
     return {name: int(count) for name, count in zip(names, counts, strict=True) if count}

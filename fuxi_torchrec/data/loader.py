@@ -1,4 +1,4 @@
-"""Training batches of one process, from any position, with or without worker processes.
+"""Training batches of one rank, from any position, with or without worker processes.
 
 A position is an epoch and a step, and a step's sequences follow from these two alone. So a plain ``DataLoader`` over
 positions is enough: it keeps the order, its workers carry no state, and to resume is to begin at another step.
@@ -6,16 +6,18 @@ positions is enough: it keeps the order, its workers carry no state, and to resu
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
-from fuxi_torchrec.data.schedule import Ints, Plan, Position, Schedule, streams_of_rank
+from fuxi_torchrec.data.schedule import Plan, Position, Schedule, streams_of_rank
 from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -26,7 +28,7 @@ Convert = Callable[[Position, list[EventBatch]], Converted]
 
 
 class Loader:
-    """Iterates over the micro-batches of one process, epoch after epoch.
+    """The micro-batches of one rank, epoch after epoch.
 
     Args:
         maker: the dataset with its split and known items.
@@ -47,15 +49,14 @@ class Loader:
         num_workers: int = 0,
         lengths: Ints | None = None,
     ) -> None:
-        streams_of_rank(rank, world_size, plan.num_streams)  # refuses more processes than streams
+        self.streams = streams_of_rank(rank, world_size, plan.num_streams)
         self.maker, self.rank, self.world_size = maker, rank, world_size
         self.max_events_per_rank, self.num_workers = max_events_per_rank, num_workers
         self.lengths = survey(maker).train_lengths if lengths is None else lengths
         self.schedule = Schedule(self.lengths, maker.reader.block_of_user, plan)
         if not len(self.schedule.sequences):
-            raise DataError(
-                f"{maker.reader.dataset.path}: nothing to train on: no user has two events in the training split"
-            )
+            why = "no user has two events in the training split"
+            raise DataError(f"{maker.reader.dataset.path}: nothing to train on: {why}")
         self._check_cache()
 
     def cache_bytes(self) -> int:
@@ -66,7 +67,7 @@ class Loader:
         """
         sizes = self.maker.reader.block_bytes()
         total = 0
-        for stream in streams_of_rank(self.rank, self.world_size, self.schedule.plan.num_streams):
+        for stream in self.streams:
             blocks = np.unique(self.schedule.block[self.schedule.all_of(0, stream)])
             total += int(np.sort(sizes[blocks])[::-1][: self.schedule.plan.shuffle_blocks].sum())
         return min(total * 5 // 4, int(sizes.sum()))
@@ -94,41 +95,36 @@ class Loader:
 
         Workers run it, if there are any, and stay for the whole way; it must be picklable then.
         """
-        return iter(self._data_loader(start, end_epoch, convert))
-
-    def batches(self, start: Position, end_epoch: int) -> Iterator[EventBatch]:
-        """The micro-batches from a position to the beginning of an epoch."""
-        for micro_batches in self.converted(start, end_epoch, _unchanged):
-            yield from micro_batches
-
-    def _data_loader(self, start: Position, end_epoch: int, convert: Convert[Converted]) -> "DataLoader[Converted]":
         if self.num_workers:
             self.maker.reader.forget()  # the workers have what memory there is
-        return DataLoader(
+        loader = DataLoader(
             _Steps(self, convert),
             batch_size=None,
             generator=torch.Generator(),  # or it would draw from the one that dropout uses
-            sampler=_Positions(self, start, end_epoch),
+            sampler=self._positions(start, end_epoch),
             num_workers=self.num_workers,
             prefetch_factor=4 if self.num_workers else None,
             multiprocessing_context="spawn" if self.num_workers else None,
             worker_init_fn=_begin_worker,
         )
+        return iter(loader)
+
+    def _positions(self, start: Position, end_epoch: int) -> Iterator[Position]:
+        for epoch in range(start.epoch, end_epoch):
+            for step in range(start.step if epoch == start.epoch else 0, self.steps(epoch)):
+                yield Position(epoch, step)
 
     def epoch(self, start: Position) -> Iterator[EventBatch]:
         """The micro-batches from a position to the end of its epoch."""
-        return self.batches(start, start.epoch + 1)
+        return chain.from_iterable(self.converted(start, start.epoch + 1, _unchanged))
 
     def step(self, position: Position) -> list[EventBatch]:
         """The micro-batches of one step; the last one carries the position after it."""
         epoch, step = position.epoch, position.step
         after = Position(epoch, step + 1) if step + 1 < self.steps(epoch) else Position(epoch + 1, 0)
-        parts = self._parts(position)
-        last = len(parts) - 1
-        return [
-            self.maker.training(self.schedule, part, epoch, after if n == last else None)
-            for n, part in enumerate(parts)
-        ]
+        *parts, last = self._parts(position)
+        batches = [self.maker.training(self.schedule, part, epoch) for part in parts]
+        return [*batches, self.maker.training(self.schedule, last, epoch, after)]
 
     def micro_batches(self, position: Position) -> int:
         """How many a step has, the same on every rank."""
@@ -140,38 +136,21 @@ class Loader:
         )
 
     def balance(self, epoch: int) -> float:
-        """Events of each step's busiest process over the mean, for which the others wait: 1 is perfect."""
+        """Events of each step's busiest rank over the mean, for which the others wait: 1 is perfect."""
         loads = self.schedule.loads(epoch, self.world_size)
         return float(loads.max(0).sum() * self.world_size / max(1, int(loads.sum())))
 
 
-def _begin_worker(number: int) -> None:
-    """In a worker: launchers signal whole process groups, but it is for the process that trains to say when to stop.
+def _begin_worker(_: int) -> None:
+    """A worker has its share of the memory for blocks.
 
-    It saves first, and its workers end with it: they notice when it is gone.
+    Launchers signal whole process groups, but it is for the rank to say when to stop: it saves first, and its workers
+    end with it: they notice when it is gone.
     """
     os.setpgrp()
-    _share_cache(number)
-
-
-def _share_cache(_: int) -> None:
-    """In a worker: its share of the memory for blocks."""
     info = get_worker_info()
     assert info is not None and isinstance(info.dataset, _Steps)
     info.dataset.loader.maker.reader.cache_bytes //= info.num_workers
-
-
-class _Positions(Sampler[Position]):
-    """All steps from a position to the beginning of an epoch, in order."""
-
-    def __init__(self, loader: Loader, start: Position, end_epoch: int) -> None:
-        self.loader, self.start, self.end_epoch = loader, start, end_epoch
-
-    def __iter__(self) -> Iterator[Position]:
-        for epoch in range(self.start.epoch, self.end_epoch):
-            first = self.start.step if epoch == self.start.epoch else 0
-            for step in range(first, self.loader.steps(epoch)):
-                yield Position(epoch, step)
 
 
 def _unchanged(position: Position, micro_batches: list[EventBatch]) -> list[EventBatch]:

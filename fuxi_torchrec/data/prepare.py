@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
@@ -17,11 +16,12 @@ from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.filesystem import exists, resolve
+from fuxi_torchrec.events.filesystem import exists
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
 from fuxi_torchrec.events.sources import Source
-from fuxi_torchrec.events.times import PER_SECOND, show_time
+from fuxi_torchrec.events.times import DAY, PER_SECOND, YEAR, show_time
+from fuxi_torchrec.events.vocabulary import read_table
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.options import option
 
@@ -29,7 +29,6 @@ logger = get_logger(__name__)
 
 Progress = Callable[[str, int, int], None]  # what is done, events so far, events in all
 _BATCH = 2**17  # events between DuckDB and the buckets at once
-_AHEAD = 86_400  # seconds that an event may be ahead of the clock without a word
 _SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a feature column beyond both are no rows of a table
 
 
@@ -63,20 +62,24 @@ class _Preparation:
     def __init__(
         self, database: Database, source: Source, options: PrepareOptions, writer: DatasetWriter, progress: Progress
     ) -> None:
-        self.database, self.source, self.options, self.writer = database, source, options, writer
+        self.database, self.source, self.writer = database, source, writer
         self.progress, self.log = progress, source.log
+        self.extended = None if options.extend is None else Dataset.open(options.extend)
 
     def run(self) -> DatasetInfo:
-        """All steps."""
         self.progress("reading", 0, 0)
         log = Ingestion(self.database, self.source)
         self.log = self.writer.log = log.spec
+        if self.extended is not None and self.extended.info.time_unit != self.log.time_unit:
+            theirs, ours = self.extended.info.time_unit, self.log.time_unit
+            raise DataError(f"{self.extended.path} has times in {theirs!r}, this source in {ours!r}")
         skipped = log.check_rows()
         self._warn_about_unit(log.first, log.last)
         self.times = (log.first or 0, log.last or 0)
         self._filter()
         total = self._count()
-        items = self._item_vocabulary()
+        often = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
+        items = self._vocabulary(ITEMS, "items", "item_id", often)
         vocabularies = self._feature_vocabularies()
         buckets = self._fill_buckets(vocabularies, total)
         ids = _in_parts(self.database.batches("SELECT user_id FROM users ORDER BY number", _BATCH))
@@ -127,101 +130,70 @@ class _Preparation:
 
     def _warn_about_unit(self, first: int | None, last: int | None) -> None:
         """Years before 1990 or after 2100 mean, most likely, another unit."""
+        unit = self.log.time_unit
+        if first is None or last is None:
+            return
         for value in (first, last):
-            if value is None:
-                return
-            seconds = value / PER_SECOND[self.log.time_unit]
-            year = 1970 + seconds / 31_556_952
+            year = 1970 + value / PER_SECOND[unit] / YEAR
             if not 1990 <= year <= 2100:
                 logger.warning(
                     "times look wrong for the unit %r: %d would be in the year %.0f; is the unit another one?",
-                    *(self.log.time_unit, value, year),
+                    *(unit, value, year),
                 )
                 return
-        assert last is not None
-        if last > (time.time() + _AHEAD) * PER_SECOND[self.log.time_unit]:
+        if last > (time.time() + DAY) * PER_SECOND[unit]:
             logger.warning(
                 "the last event, at %s, is in the future: a placeholder, or a clock that goes wrong? Users would be "
-                "asked at that time by default: leave such rows out with --where",
-                show_time(last, self.log.time_unit),
+                "queried at that time by default: leave such rows out with --where",
+                show_time(last, unit),
             )
 
-    def _item_vocabulary(self) -> int:
-        """items.parquet: what every item index means."""
-        old = self._previous(ITEMS)
-        if old is not None:
-            self._check_same_type("item_id", old)
-        counts = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
-        self._vocabulary("items", "item_id", counts, old)
-        table = self.database.table("SELECT item_id, index, count FROM items ORDER BY index")
-        self.writer.write_table(ITEMS, table)
-        return int(table.num_rows)
+    def _vocabulary(self, file: str, table: str, column: str, counts: str) -> int:
+        """A table, and a file, of indices 1.. by falling count; and how many there are.
 
-    def _previous(self, name: str) -> str | None:
-        """The path of a vocabulary of the dataset that is extended, None if there is none."""
-        if self.options.extend is None:
-            return None
-        previous = self._extended()
-        return previous.file(name) if exists(previous.file(name)) else None
-
-    def _extended(self) -> Dataset:
-        """The dataset that is extended."""
-        assert self.options.extend is not None
-        previous = Dataset.open(self.options.extend)
-        if previous.info.time_unit != self.log.time_unit:
-            raise DataError(
-                f"{self.options.extend} has times in {previous.info.time_unit!r}, this source in {self.log.time_unit!r}"
-            )
-        return previous
-
-    def _vocabulary(self, table: str, column: str, counts: str, old: str | None) -> None:
-        """Indices 1.. by falling count; with an old vocabulary, its indices first and new values behind them."""
+        If the dataset that is extended has the file, its indices come first and new values behind them.
+        """
         new = f"CAST(row_number() OVER (ORDER BY count DESC, {column}) AS INTEGER)"
-        if old is None:
-            self.database.rows(f"CREATE TABLE {quote(table)} AS SELECT {column}, {new} AS index, count FROM ({counts})")
-            return
-        before = quote("old_" + table)
-        filesystem, inside = resolve(old)
-        self.database.load(before, pq.read_table(inside, filesystem=filesystem))
-        top = self.database.value(f"SELECT coalesce(max(index), 0) FROM {before}")
-        self.database.rows(
-            f"CREATE TABLE {quote(table)} AS WITH counts AS ({counts}) "
-            f"SELECT o.{column}, o.index, coalesce(c.count, 0) AS count "
-            f"FROM {before} o LEFT JOIN counts c USING ({column}) UNION ALL "
-            f"SELECT {column}, CAST({top} + {new} AS INTEGER), count "
-            f"FROM counts WHERE {column} NOT IN (SELECT {column} FROM {before})"
-        )
-
-    def _check_same_type(self, column: str, path: str) -> None:
-        """Ids of the events and of an old vocabulary are of one kind."""
-        filesystem, inside = resolve(path)
-        old = pq.read_schema(inside, filesystem=filesystem).field(column).type
-        was = "text" if pa.types.is_string(old) or pa.types.is_large_string(old) else "integer"
-        now = "text" if self.database.value(f"SELECT typeof({column}) FROM events LIMIT 1") == "VARCHAR" else "integer"
-        if was != now:
-            raise DataError(f"{path} has {column} as {was}, this source as {now}: they must be of one kind")
+        old = None if self.extended is None else self.extended.file(file)
+        if old is None or not exists(old):
+            self.database.rows(f"CREATE TABLE {table} AS SELECT {column}, {new} AS index, count FROM ({counts})")
+        else:
+            previous = read_table(old, [column, "index"])
+            was, now = (_kind(each[column].type) for each in (previous, self.database.table(f"{counts} LIMIT 0")))
+            if was != now:
+                raise DataError(f"{old} has {column} as {was}, this source as {now}: they must be of one kind")
+            self.database.load("previous", previous)
+            top = self.database.value("SELECT coalesce(max(index), 0) FROM previous")
+            self.database.rows(
+                f"CREATE TABLE {table} AS WITH counts AS ({counts}) "
+                f"SELECT o.{column}, o.index, coalesce(c.count, 0) AS count "
+                f"FROM previous o LEFT JOIN counts c USING ({column}) UNION ALL "
+                f"SELECT {column}, CAST({top} + {new} AS INTEGER), count "
+                f"FROM counts WHERE {column} NOT IN (SELECT {column} FROM previous)"
+            )
+            self.database.rows("DROP TABLE previous")
+        found = self.database.table(f"SELECT {column}, index, count FROM {table} ORDER BY index")
+        self.writer.write_table(file, found)
+        return int(found.num_rows)
 
     def _feature_vocabularies(self) -> list[str]:
         """Strings get a vocabulary, feature-NAME.parquet, indices 1.. by falling count; integers stay as they are."""
         coded = []
-        previous = {} if self.options.extend is None else {s.name: s for s in self._extended().info.features}
+        previous = {} if self.extended is None else {s.name: s for s in self.extended.info.features}
         for name in self.log.features:
-            column, kind = quote(FEATURE + name), self.log.columns[name]
-            if name in previous:
-                self.writer.reserve(name, previous[name].rows)  # models have rows for them
-                if previous[name].vocabulary != (kind == "VARCHAR"):
-                    was, now = ("text", "integers") if previous[name].vocabulary else ("integers", "text")
-                    raise DataError(f"feature column {name} was {was} in {self.options.extend}, here it is {now}")
+            column, kind, before = quote(FEATURE + name), self.log.columns[name], previous.get(name)
+            if before is not None:
+                self.writer.reserve(name, before.rows)  # models have rows for them
+                if self.extended is not None and before.vocabulary != (kind == "VARCHAR"):
+                    was, now = ("text", "integers") if before.vocabulary else ("integers", "text")
+                    raise DataError(f"feature column {name} was {was} in {self.extended.path}, here it is {now}")
             if kind != "VARCHAR":
-                rows = previous[name].rows if name in previous else 0
-                self._check_dense(name, f"unnest({column})" if kind.endswith("[]") else column, rows)
+                value = f"unnest({column})" if kind.endswith("[]") else column
+                self._check_dense(name, value, before.rows if before else 0)
                 continue
             counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
-            self._vocabulary("feature_table_" + name, "value", counts, self._previous(f"feature-{name}.parquet"))
-            query = f"SELECT value, index, count FROM {quote('feature_table_' + name)} ORDER BY index"
-            table = self.database.table(query)
-            self.writer.write_table(f"feature-{name}.parquet", table)
-            self.writer.reserve(name, table.num_rows + 1)
+            size = self._vocabulary(f"feature-{name}.parquet", quote("feature_table_" + name), "value", counts)
+            self.writer.reserve(name, size + 1)
             coded.append(name)
         return coded
 
@@ -235,8 +207,8 @@ class _Preparation:
         )
         if largest >= max(_SPARSE_ROWS, _SPARSE_RATIO * max(1, distinct), 2 * rows):
             cure = "Write them as text, which is numbered"
-            if rows:
-                cure = f"In {self.options.extend} it has {rows:,} rows: mend the log, or leave out rows with --where"
+            if self.extended is not None and rows:
+                cure = f"In {self.extended.path} it has {rows:,} rows: mend the log, or leave out rows with --where"
             raise DataError(
                 f"feature column {name} has about {distinct:,} values up to {largest:,}: integers are rows of a table "
                 f"as they are, and this one would be almost empty. {cure}"
@@ -253,8 +225,7 @@ class _Preparation:
         )
         counts = self.database.table("SELECT count FROM users ORDER BY number")
         rows = len(self.source.files) * self.source.rows_per_file or self.database.value("SELECT max(n) FROM log")
-        first, last = self.times
-        time, first = _narrow("timestamp", first, last)
+        time, first = _narrow("timestamp", *self.times)
         row, _ = _narrow("n", 0, rows)
         rare = self.log.rare_items == "unknown"
         columns = [f"users.number AS {USER_NUMBER}", f"{row} AS {ROW_NUMBER}"]
@@ -269,19 +240,17 @@ class _Preparation:
                 joins += f" LEFT JOIN {table} ON {column} = {table}.value"
             else:
                 columns.append(f"{column} AS {quote(name)}")
-        budget, spill = self.database.budget, os.path.join(self.database.place, "buckets")
-        buckets = BucketSort(
-            counts["count"].to_numpy(), ROW_GROUP_EVENTS, self._bucket_events(total), budget, spill, first
-        )
+        lengths, at_once = counts["count"].to_numpy(), self._bucket_events(total)
+        spill = os.path.join(self.database.place, "buckets")
+        buckets = BucketSort(lengths, ROW_GROUP_EVENTS, at_once, self.database.budget, spill, first)
         done = 0
         for batch in self.database.batches(f"SELECT {', '.join(columns)} FROM events {joins}", _BATCH):
             buckets.add(batch)
             done += batch.num_rows
             self.progress("reading", done, total)
         if done != total:
-            raise DataError(
-                f"{total:,} events were counted and {done:,} were read: the log changed, or its metadata lies"
-            )
+            what = f"{total:,} events were counted and {done:,} were read"
+            raise DataError(f"{what}: the log changed, or its metadata lies")
         return buckets
 
     def _bucket_events(self, total: int) -> int:
@@ -290,6 +259,10 @@ class _Preparation:
         values = [self.database.value(f"SELECT coalesce(sum(len({column})), 0) FROM events") for column in lists]
         each = 8 * (4 + len(self.log.features) + sum(map(int, values)) / total)
         return max(1, min(BUCKET_EVENTS, int(self.database.budget / 16 / each)))
+
+
+def _kind(type_: pa.DataType) -> str:
+    return "text" if pa.types.is_string(type_) or pa.types.is_large_string(type_) else "integer"
 
 
 def _narrow(column: str, least: int, most: int) -> tuple[str, int]:

@@ -1,7 +1,7 @@
 """Parquet list rows to flat arrays, one row group at a time, through Arrow's offsets: nothing is done per event."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fuxi_torchrec.data.dataset import ITEM, TARGET, TIME, USER, Dataset
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.filesystem import resolve
-from fuxi_torchrec.events.histories import Column, Histories, Ragged
+from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -24,19 +24,13 @@ CACHE_BYTES = 2**29
 
 @dataclass(frozen=True, eq=False)
 class Block(Histories):
-    """One row group: users in row order, their events one after another.
-
-    Attributes:
-        weights: of events as targets.
-        kept: what others computed from the block, as long as it is held.
-    """
+    """One row group: users in row order, their events one after another, perhaps with weights as targets."""
 
     weights: NDArray[np.float32] | None = None
-    kept: dict[Any, Any] = field(default_factory=dict)
+    kept: dict[Any, Any] = field(default_factory=dict)  # what others computed from the block
 
     @property
-    def size(self) -> int:
-        """Bytes held."""
+    def nbytes(self) -> int:
         arrays = [self.offsets, self.items, self.times]
         for column in self.features.values():
             arrays += [column.values, column.bounds] if isinstance(column, Ragged) else [column]
@@ -63,32 +57,25 @@ class Reader:
         known = {feature.name for feature in dataset.info.features}
         missing = [name for name in features if name not in known]
         if missing:
-            raise DataError(
-                f"{dataset.path}: no feature {', '.join(missing)}; there are {', '.join(sorted(known)) or 'none'}"
-            )
-        self.dataset, self.features, self.on_bad_rows, self.cache_bytes = (
-            dataset,
-            tuple(features),
-            on_bad_rows,
-            cache_bytes,
-        )
+            there = ", ".join(sorted(known)) or "none"
+            raise DataError(f"{dataset.path}: no feature {', '.join(missing)}; there are {there}")
+        self.dataset, self.features = dataset, tuple(features)
+        self.on_bad_rows, self.cache_bytes = on_bad_rows, cache_bytes
         self.bad_rows: dict[int, int] = {}  # by block
         self._files: dict[int, Any] = {}
         self._cache: OrderedDict[int, Block] = OrderedDict()
-        groups, users = [], []
+        self.groups: list[tuple[int, int]] = []  # file and row group of each block
+        users = []
         for number, file in enumerate(dataset.info.files):
             metadata = self._file(number).metadata
             if metadata.num_rows != file.users:
-                raise DataError(
-                    f"{dataset.file(file.name)}: {metadata.num_rows} users where dataset.json says {file.users}: "
-                    "the dataset was changed after it was prepared"
-                )
+                what = f"{metadata.num_rows} users where dataset.json says {file.users}"
+                raise DataError(f"{dataset.file(file.name)}: {what}: the dataset was changed after it was prepared")
             for group in range(metadata.num_row_groups):
-                groups.append((number, group))
+                self.groups.append((number, group))
                 users.append(metadata.row_group(group).num_rows)
-        self.groups: list[tuple[int, int]] = groups
         # of each block, the row of its first user; one more at the end
-        self.first_user = np.concatenate([[0], np.cumsum(users)]).astype(np.int64)
+        self.first_user = bounds_of(np.array(users, np.int64))
 
     def __getstate__(self) -> dict[str, Any]:
         """Loader workers open their own files."""
@@ -96,23 +83,21 @@ class Reader:
 
     @property
     def users(self) -> int:
-        """Users in all."""
         return int(self.first_user[-1])
 
     @property
-    def block_of_user(self) -> NDArray[np.int64]:
-        """The block of each user."""
+    def block_of_user(self) -> Ints:
         return np.repeat(np.arange(len(self.groups)), np.diff(self.first_user))
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """Events of each user, from one column alone."""
         parts = [np.zeros(0, np.int64)]
-        for number, group in self.groups:
-            column = self._column(number, group, TIME)
+        for number in range(len(self.groups)):
+            (column,) = self._columns(number, [TIME])
             parts.append(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64))
         return np.concatenate(parts)
 
-    def block_bytes(self) -> NDArray[np.int64]:
+    def block_bytes(self) -> Ints:
         """Bytes of each block in memory, from the files' metadata alone."""
         sizes = []
         multiple = {feature.name for feature in self.dataset.info.features if feature.multiple}
@@ -127,7 +112,6 @@ class Reader:
         return np.asarray(sizes, np.int64)
 
     def forget(self) -> None:
-        """Keep no block."""
         self._cache.clear()
 
     def block(self, number: int) -> Block:
@@ -137,26 +121,26 @@ class Reader:
             return self._cache[number]
         block = self._read(number)
         self._cache[number] = block
-        held = sum(kept.size for kept in self._cache.values())
+        held = sum(kept.nbytes for kept in self._cache.values())
         while held > self.cache_bytes and len(self._cache) > 1:
-            held -= self._cache.popitem(last=False)[1].size
+            held -= self._cache.popitem(last=False)[1].nbytes
         return block
 
-    def user_ids(self, number: int) -> list[Any]:
-        """Raw ids of a block's users."""
-        file, group = self.groups[number]
-        ids: list[Any] = self._column(file, group, USER).to_pylist()
-        return ids
-
-    def ids_of(self, users: NDArray[np.int64]) -> pa.Array:
+    def ids_of(self, users: Ints) -> pa.Array:
         """Raw ids of some users, by their rows in rising order."""
-        numbers = np.searchsorted(self.first_user, users, side="right") - 1
         type_ = self._file(0).schema_arrow.field(USER).type if self.groups else pa.int64()
         parts = [pa.array([], type_)]
-        for number in np.unique(numbers).tolist():
-            rows, (file, group) = users[numbers == number] - self.first_user[number], self.groups[number]
-            parts.append(self._column(file, group, USER).take(pa.array(rows)).cast(type_))
+        for number, rows, _ in self.by_block(users):
+            (ids,) = self._columns(number, [USER])
+            parts.append(ids.take(pa.array(rows)).cast(type_))
         return pa.concat_arrays(parts)
+
+    def by_block(self, users: Ints) -> Iterator[tuple[int, Ints, slice]]:
+        """Of users in rising order: each block's number, the rows in it, and their place among the users."""
+        numbers = np.searchsorted(self.first_user, users, side="right") - 1
+        for number in np.unique(numbers).tolist():
+            a, b = np.searchsorted(numbers, [number, number + 1]).tolist()
+            yield number, users[a:b] - self.first_user[number], slice(a, b)
 
     def _file(self, number: int) -> Any:
         if number not in self._files:
@@ -168,56 +152,46 @@ class Reader:
                 raise DataError(f"{path}: not a readable Parquet file, perhaps cut short: {error}") from None
         return self._files[number]
 
-    def _table(self, file: int, group: int, columns: Sequence[str]) -> pa.Table:
-        path = self.dataset.file(self.dataset.info.files[file].name)
-        present = self._file(file).schema_arrow.names
-        missing = [name for name in columns if name not in present]
+    def _columns(self, number: int, names: Sequence[str]) -> list[pa.Array]:
+        number, group = self.groups[number]
+        path, file = self.dataset.file(self.dataset.info.files[number].name), self._file(number)
+        present = file.schema_arrow.names
+        missing = [name for name in names if name not in present]
         if missing:
             raise DataError(f"{path}: no column {', '.join(missing)}; the columns are {', '.join(present)}")
         try:
-            return self._file(file).read_row_group(group, columns=list(columns))
+            table = file.read_row_group(group, columns=list(names))
         except Exception as error:
             raise DataError(f"{path}: row group {group} cannot be read: {error}") from None
-
-    def _column(self, file: int, group: int, name: str) -> pa.Array:
-        column = self._table(file, group, [name])[name].combine_chunks()
-        return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+        return [table[name].combine_chunks() for name in names]
 
     def _read(self, number: int) -> Block:
-        file, group = self.groups[number]
         names = [ITEM, TIME, *([TARGET] if self.dataset.info.has_target else []), *self.features]
-        table = self._table(file, group, names)
-        columns = {}
-        for name in names:
-            column = table[name].combine_chunks()
-            columns[name] = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+        columns = dict(zip(names, self._columns(number, names), strict=True))
         columns = self._without_bad_rows(columns, number)
-        offsets = _offsets(columns[ITEM])
         weights = _values(columns[TARGET]).astype(np.float32) if TARGET in columns else None
         features = {name: _feature(columns[name].flatten()) for name in self.features}
         items, times = _values(columns[ITEM]).astype(np.int64), _values(columns[TIME]).astype(np.int64)
-        return Block(offsets, items, times, features, weights)
+        return Block(_offsets(columns[ITEM]), items, times, features, weights)
 
     def _without_bad_rows(self, columns: dict[str, pa.Array], number: int) -> dict[str, pa.Array]:
         """Check every user; a bad one is an error, or is emptied."""
-        rows = len(columns[ITEM])
-        reasons: dict[str, NDArray[np.bool_]] = {}
-        lengths = {
-            n: pc.fill_null(pc.list_value_length(c), -1).to_numpy(zero_copy_only=False) for n, c in columns.items()
-        }
-        reasons["a list is null"] = np.any([length < 0 for length in lengths.values()], axis=0)
-        differ = np.any([length != lengths[ITEM] for length in lengths.values()], axis=0)
-        reasons["lists differ in length"] = differ & ~reasons["a list is null"]
-        reasons["a value is null"] = _with_nulls(columns, rows)
-        reasons["times are not in order"] = _unsorted(columns[TIME])
-        reasons["a time is negative"] = _any_in_row(columns[TIME], lambda v: v < 0)
+        lengths = [
+            pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False) for column in columns.values()
+        ]
         least, largest = int(self.dataset.info.log.rare_items == "drop"), self.dataset.info.items
-        outside = _any_in_row(columns[ITEM], lambda v: (v < least) | (v > largest))
-        reasons[f"an item is not in {least} .. {largest}"] = outside
+        reasons = {  # the first that holds is told
+            "a list is null": np.any([length < 0 for length in lengths], axis=0),
+            "lists differ in length": np.any([length != lengths[0] for length in lengths], axis=0),
+            "a value is null": np.any([_with_null(column) for column in columns.values()], axis=0),
+            "times are not in order": _unsorted(columns[TIME]),
+            "a time is negative": _outside(columns[TIME], 0, None),
+            f"an item is not in {least} .. {largest}": _outside(columns[ITEM], least, largest),
+        }
         for feature in self.dataset.info.features:
             if feature.name in columns:
-                outside = _outside(columns[feature.name], feature.rows)
-                reasons[f"{feature.name} is not in 0 .. {feature.rows - 1}"] = outside
+                last = feature.rows - 1
+                reasons[f"{feature.name} is not in 0 .. {last}"] = _outside(columns[feature.name], 0, last)
         bad = np.any(list(reasons.values()), axis=0)
         if not bad.any():
             return columns
@@ -235,8 +209,8 @@ class Reader:
         return {name: _emptied(column, bad) for name, column in columns.items()}
 
 
-def _offsets(column: pa.Array) -> NDArray[np.int64]:
-    offsets: NDArray[np.int64] = column.offsets.to_numpy().astype(np.int64)
+def _offsets(column: pa.Array) -> Ints:
+    offsets: Ints = column.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]
 
 
@@ -249,52 +223,41 @@ def _feature(events: pa.Array) -> Column:
     """Values of a feature: one of each event, or a list of each."""
     if pa.types.is_list(events.type):
         return Ragged(_values(events).astype(np.int64), _offsets(events))
-    values: NDArray[np.int64] = events.to_numpy(zero_copy_only=False).astype(np.int64)
+    values: Ints = events.to_numpy(zero_copy_only=False).astype(np.int64)
     return values
 
 
-def _rows(column: pa.Array) -> NDArray[np.int64]:
+def _rows(column: pa.Array) -> Ints:
     """The row of each value of a list column."""
     return pc.list_parent_indices(column).to_numpy().astype(np.int64)
 
 
-def _has_null(column: pa.Array) -> NDArray[np.bool_]:
-    """Which events are null, or hold a null."""
-    values = column.flatten()
-    found: NDArray[np.bool_] = values.is_null().to_numpy(zero_copy_only=False)
-    if pa.types.is_list(values.type):
-        found = found.copy()
-        found[_rows(values)[values.flatten().is_null().to_numpy(zero_copy_only=False)]] = True
-    return found
-
-
-def _with_nulls(columns: dict[str, pa.Array], rows: int) -> NDArray[np.bool_]:
-    found = np.zeros(rows, dtype=bool)
-    for column in columns.values():
-        values = column.flatten()
-        if values.null_count or (pa.types.is_list(values.type) and values.flatten().null_count):
-            found[_rows(column)[_has_null(column)]] = True
-    return found
-
-
-def _any_in_row(column: pa.Array, test: Any) -> NDArray[np.bool_]:
-    values = column.flatten()
+def _holding(column: pa.Array, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Rows of a list column that hold a marked value."""
     found = np.zeros(len(column), dtype=bool)
-    marked = test(pc.fill_null(values, 1).to_numpy(zero_copy_only=False))
     if marked.any():
         found[_rows(column)[marked]] = True
     return found
 
 
-def _outside(column: pa.Array, below: int) -> NDArray[np.bool_]:
-    """Rows with a value of a feature that its table has no row for."""
-    values, rows = column.flatten(), _rows(column)
+def _with_null(column: pa.Array) -> NDArray[np.bool_]:
+    """Rows with an event that is null or holds a null."""
+    values = column.flatten()
+    marked = np.zeros(len(values), dtype=bool)
+    if values.null_count:
+        marked = values.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_list(values.type):
-        values, rows = values.flatten(), rows[_rows(values)]
-    plain = pc.fill_null(values, 0).to_numpy(zero_copy_only=False)
-    found = np.zeros(len(column), dtype=bool)
-    found[rows[(plain < 0) | (plain >= below)]] = True
-    return found
+        marked = marked | _with_null(values)
+    return _holding(column, marked)
+
+
+def _outside(column: pa.Array, least: int, most: int | None) -> NDArray[np.bool_]:
+    """Rows with a value, of an event or in its list, that is out of range."""
+    values = column.flatten()
+    if pa.types.is_list(values.type):
+        return _holding(column, _outside(values, least, most))
+    plain = pc.fill_null(values, least).to_numpy(zero_copy_only=False)
+    return _holding(column, plain < least if most is None else (plain < least) | (plain > most))
 
 
 def _unsorted(column: pa.Array) -> NDArray[np.bool_]:

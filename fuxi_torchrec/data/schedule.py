@@ -3,18 +3,17 @@
 The users are cut into streams of about equal cost, each a range of rows. A step gives every stream its share of the
 budget as credit; a stream emits while it has credit, and what its last sequence costs too much is a debt that it
 carries. So the step of a sequence follows from what comes before it in its stream, and nothing depends on the number of
-processes: they only divide the streams among them. A position in the data is an epoch and a step.
+ranks: they only share out the streams. A position in the data is an epoch and a step.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuxi_torchrec.events.batching import batch_ends
+from fuxi_torchrec.events.histories import Ints, bounds_of
 
-Ints = NDArray[np.int64]
 Truncation = Literal["recent", "windows"]
 
 
@@ -35,7 +34,7 @@ class Plan:
         truncation: ``recent`` keeps the last max_length events; of ``windows`` each is a sequence of max_length events.
         batch_events: input events of a global batch, about; or
         batch_users: sequences of a global batch.
-        num_streams: at least the number of processes.
+        num_streams: at least the number of ranks.
         shuffle_blocks: blocks whose sequences are mixed with each other.
         seed: of the order.
     """
@@ -70,9 +69,6 @@ class Sequences:
     def __len__(self) -> int:
         return len(self.user)
 
-    def __getitem__(self, index: Ints | slice) -> "Sequences":
-        return Sequences(self.user[index], self.window[index], self.cost[index])
-
 
 def sequences_of(lengths: Ints, plan: Plan) -> Sequences:
     """All sequences of users of these lengths; a user of one event has nothing to predict and no sequence."""
@@ -88,20 +84,18 @@ def sequences_of(lengths: Ints, plan: Plan) -> Sequences:
 
 
 def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
-    """The streams a process owns: a range, so that it reads neighbouring rows."""
+    """The streams of a rank: a range, so that it reads neighbouring rows."""
     if world_size > num_streams:
-        raise ValueError(
-            f"{world_size} processes need at least as many streams, there are {num_streams}: raise num_streams "
-            "(batch.streams)"
-        )
+        cure = "raise num_streams (batch.streams)"
+        raise ValueError(f"{world_size} ranks need at least as many streams, there are {num_streams}: {cure}")
     return range(num_streams * rank // world_size, num_streams * (rank + 1) // world_size)
 
 
 def turns(num_streams: int) -> list[int]:
-    """When each stream begins: neighbours far apart, so that every process has streams among those of a step.
+    """When each stream begins: neighbours far apart, so that every rank has streams among those of a step.
 
     Example:
-        >>> turns(8)  # of two processes with four streams each, both have two among the first four
+        >>> turns(8)  # of two ranks with four streams each, both have two among the first four
         [0, 4, 2, 6, 1, 5, 3, 7]
     """
     bits = (num_streams - 1).bit_length()
@@ -121,27 +115,25 @@ class Schedule:
     def __init__(self, lengths: Ints, block_of_user: Ints, plan: Plan) -> None:
         self.plan = plan
         self.sequences = sequences_of(lengths, plan)
-        self.block = block_of_user[self.sequences.user]
+        user = self.sequences.user
+        self.block = block_of_user[user]
         cost = self.sequences.cost if plan.batch_events is not None else np.ones(len(self.sequences), np.int64)
         self._charge = cost
         # streams are ranges of sequences with about equal charge, cut between users
-        total = np.concatenate([[0], np.cumsum(cost)])
+        total = bounds_of(cost)
         wanted = total[-1] * np.arange(plan.num_streams + 1) / plan.num_streams
         edges = np.searchsorted(total, wanted)
         edges[0], edges[-1] = 0, len(cost)
         edges = np.maximum.accumulate(edges)
         for number in range(1, plan.num_streams):  # a user's windows stay in one stream
-            while (
-                0 < edges[number] < len(cost)
-                and self.sequences.user[edges[number]] == self.sequences.user[edges[number] - 1]
-            ):
+            while 0 < edges[number] < len(cost) and user[edges[number]] == user[edges[number] - 1]:
                 edges[number] += 1
         self._edges = np.maximum.accumulate(edges)
         self._kept: dict[int, list[tuple[Ints, Ints]]] = {}
         self._steps: dict[int, int] = {}  # asked for after every step, also of other epochs
 
     def steps(self, epoch: int) -> int:
-        """Steps of an epoch, the same for every process."""
+        """Steps of an epoch, the same on every rank."""
         if epoch not in self._steps:
             self._steps[epoch] = max((int(at[-1]) + 1 for _, at in self._epoch(epoch) if len(at)), default=0)
         return self._steps[epoch]
@@ -157,12 +149,12 @@ class Schedule:
         return self._epoch(epoch)[stream][0]
 
     def batch(self, epoch: int, step: int, rank: int = 0, world_size: int = 1) -> Ints:
-        """The sequences that a process trains in a step."""
+        """The sequences that a rank trains in a step."""
         own = streams_of_rank(rank, world_size, self.plan.num_streams)
         return np.concatenate([self.stream(epoch, step, stream) for stream in own])
 
     def loads(self, epoch: int, world_size: int) -> Ints:
-        """(processes, steps) events that each process trains in each step."""
+        """(ranks, steps) events that each rank trains in each step."""
         found = np.zeros((world_size, self.steps(epoch)), np.int64)
         for rank in range(world_size):
             for stream in streams_of_rank(rank, world_size, self.plan.num_streams):
@@ -171,14 +163,13 @@ class Schedule:
         return found
 
     def micro_batches(self, epoch: int, step: int, rank: int, world_size: int, max_events: int | None) -> list[Ints]:
-        """A process's batch in parts of at most ``max_events`` events (or one sequence), as many as every other's.
+        """A rank's batch in parts of at most ``max_events`` events (or one sequence), as many as every other's.
 
-        Every process computes the parts of all, so that they agree without talking; those with fewer get empty ones.
+        Every rank computes the parts of all, so that they agree without a collective; those with fewer get empty ones.
         """
         parts = [self._parts(self.batch(epoch, step, r, world_size), max_events) for r in range(world_size)]
-        most = max(map(len, parts))
-        nothing = np.zeros(0, np.int64)
-        return parts[rank] + [nothing] * (most - len(parts[rank]))
+        missing = max(map(len, parts)) - len(parts[rank])
+        return parts[rank] + [np.zeros(0, np.int64)] * missing
 
     def _parts(self, batch: Ints, max_events: int | None) -> list[Ints]:
         if max_events is None or not len(batch):
@@ -193,7 +184,7 @@ class Schedule:
 
     def _make_epoch(self, epoch: int) -> list[tuple[Ints, Ints]]:
         plan = self.plan
-        budget = plan.batch_events if plan.batch_events is not None else plan.batch_users
+        budget = plan.batch_events or plan.batch_users
         assert budget is not None
         usual = int(self._charge.mean()) if len(self._charge) else 0
         found = []

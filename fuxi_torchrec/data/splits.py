@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-Part = Literal["train", "valid", "test"]
+Part = Literal["valid", "test"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Bounds:
     test: Ints
 
     def target(self, part: Part) -> Ints:
-        """The evaluated event of each user, −1 if there is none."""
         return {"valid": self.valid, "test": self.test}[part]
 
 
@@ -44,7 +43,6 @@ class LeaveOneOut:
     fit_on_valid: bool = False
 
     def bounds(self, offsets: Ints, times: Ints, weights: NDArray[np.float32] | None) -> Bounds:
-        """Of the users whose events lie between the offsets."""
         lengths = np.diff(offsets)
         if weights is None:
             last, before = lengths - 1, lengths - 2
@@ -76,7 +74,6 @@ class ByTime:
             raise ValueError(f"valid_from = {self.valid_from} must be before test_from = {self.test_from}")
 
     def bounds(self, offsets: Ints, times: Ints, weights: NDArray[np.float32] | None) -> Bounds:
-        """Of the users whose events lie between the offsets."""
         lengths = np.diff(offsets)
         is_target = np.ones(len(times), dtype=bool) if weights is None else weights > 0
         test = _first(offsets, is_target & (times >= self.test_from))

@@ -1,14 +1,13 @@
 """What is known of all users and items before any batch is made: one pass over the dataset."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from fuxi_torchrec.data.batches import BatchMaker
 from fuxi_torchrec.data.reader import Block
-from fuxi_torchrec.data.splits import Bounds, LeaveOneOut, Part
-from fuxi_torchrec.events.histories import Ints, ranges
+from fuxi_torchrec.data.splits import LeaveOneOut, Part
+from fuxi_torchrec.events.histories import Ints, bounds_of, ranges
 
 
 @dataclass(frozen=True)
@@ -38,31 +37,23 @@ def survey(maker: BatchMaker, part: Part = "valid", items: bool = False) -> Surv
         part: whose targets ``users_with`` is about.
         items: count items too.
     """
-    none = np.zeros(0, np.int64)
-    counts = np.zeros((2, maker.reader.dataset.info.items + 1 if items else 0), np.int64)
+    reader, none = maker.reader, np.zeros(0, np.int64)
+    counts = np.zeros((2, reader.dataset.info.items + 1 if items else 0), np.int64)
+    if not items and isinstance(maker.split, LeaveOneOut) and not reader.dataset.info.has_target:
+        own = reader.lengths()
+        bounds = maker.split.bounds(bounds_of(own), none, None)
+        return Survey(own, bounds.train_end, np.flatnonzero(bounds.target(part) >= 0), *counts)
     lengths, train_lengths, targets = [none], [none], [none]
-    for own, bounds, block in _bounds(maker, items):
-        lengths.append(own)
+    for number in range(len(reader.groups)):
+        block = reader.block(number)
+        bounds = maker.bounds(block)
+        lengths.append(block.lengths)
         train_lengths.append(bounds.train_end)
         targets.append(bounds.target(part))
         if items:
-            assert block is not None
             counts += _counts(block, bounds.train_end, counts.shape[1])
     users_with = np.flatnonzero(np.concatenate(targets) >= 0)
     return Survey(np.concatenate(lengths), np.concatenate(train_lengths), users_with, *counts)
-
-
-def _bounds(maker: BatchMaker, items: bool) -> Iterator[tuple[Ints, Bounds, Block | None]]:
-    """Lengths and split of all users, block by block or, where lengths decide and nothing else is wanted, at once."""
-    reader = maker.reader
-    if not items and isinstance(maker.split, LeaveOneOut) and not reader.dataset.info.has_target:
-        lengths = reader.lengths()
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        yield lengths, maker.split.bounds(offsets, np.zeros(0, np.int64), None), None
-        return
-    for number in range(len(reader.groups)):
-        block = reader.block(number)
-        yield np.diff(block.offsets), maker.bounds(block), block
 
 
 def _counts(block: Block, train_end: Ints, size: int) -> Ints:

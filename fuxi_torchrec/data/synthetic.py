@@ -1,4 +1,4 @@
-"""Made-up interaction histories whose structure is known, and the best hit rate any model can reach on them.
+"""Synthetic interaction histories whose structure is known, and the best hit rate any model can reach on them.
 
 A user comes in visits: a few events close together, then a long pause. An event's item comes from one of three sources:
 
@@ -20,6 +20,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
+from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.hashing import GOLDEN, Bits, scramble
 from fuxi_torchrec.options import option
 
@@ -102,12 +103,10 @@ def generate(config: SyntheticConfig, block_events: int = 1 << 18) -> Iterator[B
         (1, [0, 1, 2])
     """
     process = Process(config)
-    ends = process.lengths.cumsum()
-    first, done = 0, 0
-    while first < config.users:
-        after = max(first + 1, int(np.searchsorted(ends, done + block_events, side="right")))
+    first = 0
+    for after in batch_ends(process.lengths, block_events):
         yield process.block(first, after)
-        first, done = after, int(ends[after - 1])
+        first = after
 
 
 def oracle_hit_rate(config: SyntheticConfig, k: int = 10, know_time: bool = True) -> float:

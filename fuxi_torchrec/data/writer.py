@@ -8,7 +8,6 @@ import hashlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -17,42 +16,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fuxi_torchrec.artifacts import NewDirectory
-from fuxi_torchrec.data.dataset import (
-    INFO,
-    ITEM,
-    TARGET,
-    TIME,
-    USER,
-    VERSION,
-    DatasetInfo,
-    FileInfo,
-    histogram,
-)
+from fuxi_torchrec.data.dataset import INFO, ITEM, TARGET, TIME, USER, VERSION, DatasetInfo, FileInfo, histogram
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
-from fuxi_torchrec.events.filesystem import exists, is_local, resolve, write_bytes
+from fuxi_torchrec.events.filesystem import exists, is_local, resolve
+from fuxi_torchrec.events.histories import bounds_of
 from fuxi_torchrec.events.log import LogSpec
 
 ROW_GROUP_EVENTS = 2**16  # small: the reader mixes several row groups of every stream
 FILE_EVENTS = 2**23
 _AHEAD = 32  # pieces of work, two for each row group
-
-
-def _changes(users: pa.ChunkedArray) -> np.ndarray:
-    """Whether row i + 1 is of another user than row i."""
-    array = users.combine_chunks() if isinstance(users, pa.ChunkedArray) else users
-    if len(array) < 2:
-        return np.zeros(0, dtype=bool)
-    changed: np.ndarray = pc.not_equal(array.slice(1), array.slice(0, len(array) - 1)).to_numpy(zero_copy_only=False)
-    return changed
-
-
-def list_rows(users: pa.Array, lengths: np.ndarray, events: pa.Table | pa.RecordBatch) -> pa.Table:
-    """One row per user, of the events of all, one after another."""
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())
-    names = [name for name in events.schema.names if name != USER]
-    lists = {name: pa.ListArray.from_arrays(offsets, _single(events[name])) for name in names}
-    return pa.table({USER: users, **lists})
 
 
 def encoding(schema: pa.Schema) -> dict[str, Any]:
@@ -68,8 +41,7 @@ def encoding(schema: pa.Schema) -> dict[str, Any]:
 
 
 def _single(column: pa.ChunkedArray | pa.Array) -> pa.Array:
-    combined = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    return combined.chunk(0) if isinstance(combined, pa.ChunkedArray) else combined
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
 class DatasetWriter:
@@ -85,12 +57,17 @@ class DatasetWriter:
     """
 
     def __init__(self, output: str | Path, log: LogSpec, source: dict[str, Any]) -> None:
-        self.output = str(output).rstrip("/")
+        self.place = self.output = str(output).rstrip("/")
         self.log, self.source = log, source
-        self.place = self.output
         self.scratch: str | None = None
         self._local = NewDirectory(self.output) if is_local(output) else None
-        self._begin()
+        if self._local is not None:
+            self.place, self.scratch = str(self._local.begin()), str(self._local.scratch)
+        elif exists(self.output):
+            raise DataError(f"{self.output} exists: nothing is written over it, choose another output")
+        else:  # one that fails leaves files without dataset.json
+            filesystem, inside = resolve(self.place)
+            filesystem.create_dir(inside, recursive=True)
         self._files: list[FileInfo] = []
         self._writer: pq.ParquetWriter | None = None
         self._open: list[int] = [0, 0]  # users and events of the open file
@@ -103,40 +80,28 @@ class DatasetWriter:
         self._writing, self._noting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._working: deque[Future[None]] = deque()
 
-    def _begin(self) -> None:
-        """Make the place to write in; remotely a writer that fails leaves files without ``dataset.json``."""
-        if self._local is not None:
-            self.place, self.scratch = str(self._local.begin()), str(self._local.scratch)
-            return
-        if exists(self.output):
-            raise DataError(f"{self.output} exists: nothing is written over it, choose another output")
-        filesystem, inside = resolve(self.place)
-        filesystem.create_dir(inside, recursive=True)
-
     def reserve(self, feature: str, rows: int) -> None:
         """A feature may have at least so many values, whether they occur or not; before anything is written."""
         self._cardinality[feature] = max(self._cardinality.get(feature, 0), rows)
 
     def write(self, events: pa.Table) -> None:
         """Add whole users: a table of events, sorted by user and time."""
-        begins = np.concatenate([[0], np.flatnonzero(_changes(events[USER])) + 1])
-        users = _single(events[USER]).take(pa.array(begins))
-        self.write_users(users, np.diff(begins, append=len(events)), events)
+        runs = pc.run_end_encode(_single(events[USER]), run_end_type=pa.int64())
+        self.write_users(runs.values, np.diff(runs.run_ends.to_numpy(), prepend=0), events)
 
     def write_users(self, users: pa.Array, lengths: np.ndarray, events: pa.Table | pa.RecordBatch) -> None:
         """Add whole users, as one row group: their ids, the events of each, and the events.
 
         It is written while the caller makes the next ones; an error shows there, or in :meth:`finish`.
         """
-        rows = list_rows(users, lengths, events)
+        offsets = pa.array(bounds_of(lengths), pa.int32())
+        names = [name for name in events.schema.names if name != USER]
+        lists = {name: pa.ListArray.from_arrays(offsets, _single(events[name])) for name in names}
+        rows = pa.table({USER: users, **lists})
         self._lengths.append(lengths)
         self._working.append(self._writing.submit(self._write, rows, events.num_rows))
         self._working.append(self._noting.submit(self._note, rows))
-        self._wait(_AHEAD)
-
-    def _wait(self, left: int = 0) -> None:
-        """Until no more than some of the work is left."""
-        while len(self._working) > left:
+        while len(self._working) > _AHEAD:
             self._working.popleft().result()
 
     def _write(self, rows: pa.Table, events: int) -> None:
@@ -180,11 +145,16 @@ class DatasetWriter:
 
     def finish(self, items: int, skipped_rows: dict[str, int], vocabularies: frozenset[str]) -> DatasetInfo:
         """Write ``dataset.json`` and put the dataset in its place."""
-        self._wait()
+        for work in self._working:
+            work.result()
         self._close_file()
         if not self._files or self._schema is None:
             raise DataError(f"nothing to write to {self.output}: no events are left after filtering")
-        features = [name for name in self._schema.names if name not in (USER, ITEM, TIME, TARGET)]
+        features = []
+        for name in self._schema.names:
+            if name not in (USER, ITEM, TIME, TARGET):
+                multiple = pa.types.is_list(self._schema.field(name).type.value_type)
+                features.append(Feature(name, multiple, self._cardinality.get(name, 0), name in vocabularies))
         lengths = np.concatenate(self._lengths)
         info = DatasetInfo(
             version=VERSION,
@@ -195,22 +165,16 @@ class DatasetWriter:
             first_time=min(first for first, _ in self._times),
             last_time=max(last for _, last in self._times),
             has_target=TARGET in self._schema.names,
-            features=tuple(
-                Feature(
-                    name,
-                    pa.types.is_list(self._schema.field(name).type.value_type),
-                    self._cardinality.get(name, 0),
-                    name in vocabularies,
-                )
-                for name in features
-            ),
+            features=tuple(features),
             files=tuple(self._files),
             length_histogram=histogram(lengths),
             skipped_rows=skipped_rows,
             source=self.source,
             fingerprint=self._digest.hexdigest()[:32],
         )
-        write_bytes(f"{self.place}/{INFO}", info.to_json().encode())
+        filesystem, inside = resolve(f"{self.place}/{INFO}")
+        with filesystem.open_output_stream(inside) as file:
+            file.write(info.to_json().encode())
         if self._local is not None:
             self._local.commit()
         return info
@@ -218,9 +182,7 @@ class DatasetWriter:
     def __enter__(self) -> "DatasetWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for pool in (self._writing, self._noting):
             pool.shutdown(wait=True, cancel_futures=kind is not None)
         try:

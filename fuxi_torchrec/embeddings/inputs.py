@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from fuxi_torchrec.data.batches import EventBatch
-from fuxi_torchrec.embeddings.tables import ITEM_FEATURE
+from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, Tables
 from fuxi_torchrec.events.histories import Column, Ragged
 from fuxi_torchrec.tasks.base import Targets
 
@@ -28,23 +28,16 @@ class ModelInput(Pipelineable):
     """One micro-batch of a rank: T events of B sequences.
 
     Every item that occurs (inputs and what the task asks for) is looked up once; its row is its place in the result.
-
-    Attributes:
-        items: the U distinct items, one bag each; then empty bags, up to the largest U of all ranks.
-        features: one bag per event and feature, or None.
-        input_rows: (T,) rows of the input events.
-        targets: what the task compares, its items by their rows.
-        timestamps, request_timestamps, offsets: as in EventBatch; offsets stay on the host.
-        loss_scale: multiplies the summed loss, so that gradients averaged over ranks are those of the global mean.
     """
 
-    items: KeyedJaggedTensor
-    features: KeyedJaggedTensor | None
-    input_rows: Tensor
-    targets: Targets
-    timestamps: Tensor
-    request_timestamps: Tensor
-    offsets: Tensor
+    items: KeyedJaggedTensor  # the U distinct items, one bag each; then empty bags, up to the largest U of all ranks
+    features: KeyedJaggedTensor | None  # one bag per event and feature, or None
+    input_rows: Tensor  # (T,) rows of the input events
+    targets: Targets  # what the task compares, its items by their rows
+    timestamps: Tensor  # (T,)
+    request_timestamps: Tensor  # (B,)
+    offsets: Tensor  # (B + 1,) stays on the host
+    # multiplies the summed loss, so that gradients averaged over ranks are those of the global mean
     loss_scale: float = 1.0
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "ModelInput":
@@ -59,7 +52,6 @@ class ModelInput(Pipelineable):
         return replace(self, **moved)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the stream is done with it."""
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name != "offsets" and isinstance(value, _MOVED):
@@ -69,22 +61,16 @@ class ModelInput(Pipelineable):
 _MOVED = (Tensor, KeyedJaggedTensor, Targets)
 
 
-def make_input(batch: EventBatch, targets: Targets, table_rows: int, features: Sequence[str] = ()) -> ModelInput:
-    """A batch as one rank sees it, before the ranks have exchanged their sizes.
-
-    Args:
-        batch: the events.
-        targets: what the task asks for, its items by their ids.
-        table_rows: of the item table.
-        features: their names, in the order of the tables.
-    """
+def make_input(batch: EventBatch, targets: Targets, tables: Tables) -> ModelInput:
+    """A batch as one rank sees it, before the ranks have exchanged their sizes; the targets have items by their ids."""
     parts = [batch.items, *targets.items.values()]
-    unique, rows = deduplicate(np.concatenate([part.numpy().reshape(-1) for part in parts]), table_rows)
+    unique, rows = deduplicate(np.concatenate([part.numpy().reshape(-1) for part in parts]), tables.items.rows)
     found = torch.from_numpy(rows).split([part.numel() for part in parts])
+    names = tables.feature_names
     looked_up = {name: r.view(ids.shape) for (name, ids), r in zip(targets.items.items(), found[1:], strict=True)}
     return ModelInput(
         items=bags([ITEM_FEATURE], [unique]),
-        features=bags(list(features), [batch.features[name] for name in features]) if features else None,
+        features=bags(names, [batch.features[name] for name in names]) if names else None,
         input_rows=found[0],
         targets=replace(targets, items=looked_up),
         timestamps=batch.timestamps,
@@ -118,7 +104,6 @@ def fitted(inputs: Sequence[ModelInput], everyone: Tensor, pad: bool) -> list[Mo
     """The micro-batches of a step, with equal bag counts on all ranks and the global loss scale.
 
     Args:
-        inputs: this rank's; every rank has as many.
         everyone: (ranks, micro-batches, 3) the sizes of all.
         pad: fill up with empty bags to the largest count of any rank.
     """

@@ -10,20 +10,14 @@ from fuxi_torchrec.embeddings.tables import ITEM_FEATURE
 _AT_ONCE = 2**16  # rows that all ranks together look up
 
 
-def rows_at_once(processes: int) -> int:
+def rows_at_once(ranks: int) -> int:
     """Of a lookup by each rank: row-wise, every rank holds partial sums of all ranks' rows."""
-    return max(1024, _AT_ONCE // processes)
+    return max(1024, _AT_ONCE // ranks)
 
 
 @torch.no_grad()
 def item_rows(items: nn.Module, ids: Tensor, dim: int, device: torch.device) -> Tensor:
-    """(n, D) rows of these items: a collective; every rank asks for its own, as many as it likes.
-
-    Args:
-        items: the sharded collection of the item table.
-        ids: (n,) on the host.
-        dim: width of the table.
-    """
+    """(n, D) rows of a sharded item table: a collective; every rank gives its own (n,) ids, on the host."""
     most = torch.tensor(len(ids))
     dist.all_reduce(most, dist.ReduceOp.MAX)
     rows = torch.empty(len(ids), dim, device=device)

@@ -1,4 +1,4 @@
-"""Which process holds which part of which table: planned by TorchRec, checked before, shown after."""
+"""Which rank holds which shard of which table: planned by TorchRec, checked before, shown after."""
 
 import copy
 import dataclasses
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed import DistributedModelParallel
@@ -37,19 +38,18 @@ _ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
 
 
 class ShardingError(ValueError):
-    """Tables that cannot be divided as asked."""
+    """Tables that cannot be sharded as asked."""
 
 
 class _Sharder(EmbeddingBagCollectionSharder):
     """TorchRec's, which hides row-wise sharding on CPUs though it works there."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """What may be planned."""
         return sorted({*super().sharding_types(compute_device_type), ShardingType.ROW_WISE.value})
 
 
 def check_shardable(tables: Tables, optimizer: OptimizerConfig, world_size: int) -> None:
-    """Refuse what TorchRec would refuse on one process only, or do wrong; needs no process group."""
+    """Refuse what TorchRec would refuse on one rank only, or do wrong; needs no process group."""
     for table in tables.all:
         if table.sharding == "row_wise" and _leaves_ranks_empty(table.rows, world_size):
             raise ShardingError(
@@ -84,17 +84,16 @@ def make_plan(
     """TorchRec's plan under the constraints of the config; the same on every rank, without talking.
 
     Args:
-        model: holds the collections, on any device.
-        world_size, local_size: processes, and processes per host.
+        world_size, local_size: ranks, and ranks per host.
         memory_bytes: of a rank's device, or its share of the host for "cpu"; TorchRec's own guess if None.
     """
     check_shardable(tables, optimizer, world_size)
-    constraints = {}
+    constraints, dense, fused = {}, EmbeddingComputeKernel.DENSE, EmbeddingComputeKernel.FUSED
     for table in tables.all:
         kinds = choices(table, optimizer, world_size)
         constraints[table.name] = ParameterConstraints(
             sharding_types=list(kinds),
-            compute_kernels=sorted({_planned_kernel(kind).value for kind in kinds}),
+            compute_kernels=sorted({(dense if kind == "data_parallel" else fused).value for kind in kinds}),
             min_partition=_columns(table.dim, world_size) if "column_wise" in kinds else None,
         )
     topology = TopologyFactory.create_topology(
@@ -110,12 +109,12 @@ def make_plan(
     try:
         plan = planner.plan(model, [_sharder(optimizer)])
     except PlannerError as error:
-        raise ShardingError(f"TorchRec finds no sharding plan for {world_size} processes: {error}") from error
+        raise ShardingError(f"TorchRec finds no sharding plan for {world_size} ranks: {error}") from error
     if optimizer.kind == "adamw":
         # the planner accepts the dense kernel for data-parallel tables only, the sharded modules for all of them
         for module in plan.plan.values():
             for sharding in module.values():
-                sharding.compute_kernel = EmbeddingComputeKernel.DENSE.value
+                sharding.compute_kernel = dense.value
     return plan
 
 
@@ -146,10 +145,6 @@ def _leaves_ranks_empty(rows: int, world_size: int) -> bool:
     return -(-rows // world_size) * (world_size - 1) >= rows
 
 
-def _planned_kernel(sharding: Sharding) -> EmbeddingComputeKernel:
-    return EmbeddingComputeKernel.DENSE if sharding == "data_parallel" else EmbeddingComputeKernel.FUSED
-
-
 def _columns(dim: int, world_size: int) -> int:
     """Columns of a shard so that every rank has some, if the width allows it."""
     wanted = -(-dim // world_size)
@@ -173,7 +168,7 @@ def _sharder(optimizer: OptimizerConfig) -> _Sharder:
 def shard(
     model: nn.Module, tables: Tables, optimizer: OptimizerConfig, world: World
 ) -> tuple[DistributedModelParallel, ShardingPlan]:
-    """The model with its tables divided and the rest under DDP: a collective, planned on all ranks first."""
+    """The model with its tables sharded and the rest under DDP: a collective, planned on all ranks first."""
     with raise_on_all_ranks("planning the tables' sharding"):
         memory = torch.cuda.get_device_properties(world.device).total_memory if world.device.type == "cuda" else None
         plan = make_plan(model, tables, optimizer, world.size, world.local_size, world.device.type, memory)
@@ -222,7 +217,7 @@ def placements(plan: ShardingPlan, tables: Tables) -> list[Placement]:
 
 def describe(plan: ShardingPlan, tables: Tables) -> str:
     """A plan as a table for people."""
-    lines = [f"{'table':<20} {'sharding':<14} {'kernel':<8} {'process':>7} {'rows':>24} {'columns':>11} {'MiB':>9}"]
+    lines = [f"{'table':<20} {'sharding':<14} {'kernel':<8} {'rank':>7} {'rows':>24} {'columns':>11} {'MiB':>9}"]
     for p in placements(plan, tables):
         rank = "all" if p.rank is None else str(p.rank)
         rows = f"{p.first_row} .. {p.first_row + p.rows - 1}"
@@ -238,7 +233,7 @@ def plan_to_json(plan: ShardingPlan, tables: Tables, world_size: int) -> str:
     return json.dumps({"world_size": world_size, "placements": parts}, indent=1) + "\n"
 
 
-# --- the parts a process holds ---------------------------------------------------------------------------------------
+# --- the parts a rank holds ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -275,35 +270,27 @@ def is_sharded(value: Any) -> bool:
 
 
 def like_weight(weight: Any, local: Tensor | None) -> Any:
-    """Another value of each parameter of a table (a moment), divided among ranks as the weight is.
+    """A moment of a table's elements, sharded as the weight is; ``local`` is None where the rank holds nothing of it.
 
     Without it a checkpoint would take the local tensors, all of one name, for copies of each other.
-
-    Args:
-        weight: a ShardedTensor, or a plain tensor of a data-parallel table.
-        local: the value of the local part; None where the rank holds none.
     """
     if not isinstance(weight, ShardedTensor):
         return local
     parts = weight.local_shards()
-    # several columns' parts on one process are one parameter, one below the other
+    # several columns' parts on one rank are one parameter, one below the other
     pieces = () if local is None else local.split([part.metadata.shard_sizes[0] for part in parts])
     shards = [Shard(piece, part.metadata) for piece, part in zip(pieces, parts, strict=True)]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        shards, sharded_tensor_metadata=weight.metadata(), process_group=weight._process_group
-    )
+    return _sharded(weight, shards, weight.metadata())
 
 
 def copied(value: Any) -> Any:
-    """A copy in host memory, divided among ranks as the value is."""
+    """A copy in host memory, sharded as the value is."""
     if not isinstance(value, ShardedTensor):
         return value.detach().to("cpu", copy=True)
     local = [Shard(part.tensor.detach().to("cpu", copy=True), on_host(part.metadata)) for part in value.local_shards()]
     metadata = copy.deepcopy(value.metadata())
     metadata.shards_metadata = [on_host(part) for part in metadata.shards_metadata]
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local, sharded_tensor_metadata=metadata, process_group=value._process_group
-    )
+    return _sharded(value, local, metadata)
 
 
 def on_host(part: ShardMetadata) -> ShardMetadata:
@@ -314,24 +301,26 @@ def on_host(part: ShardMetadata) -> ShardMetadata:
 
 
 def clipped(value: Any, rows: int) -> Any:
-    """The first rows of a table or of its averages, divided among ranks as they are; aliases the value."""
+    """The first rows of a table or of its moments, sharded as they are; aliases the value."""
     if not isinstance(value, ShardedTensor):
         return value[:rows]
     metadata = copy.deepcopy(value.metadata())
     metadata.size = torch.Size([rows, *metadata.size[1:]])
     metadata.shards_metadata = [clip for part in metadata.shards_metadata if (clip := _clip(part, rows)) is not None]
-    local = []
-    for part in value.local_shards():
-        clip = _clip(part.metadata, rows)
-        if clip is not None:
-            local.append(Shard(part.tensor[: clip.shard_sizes[0]], clip))
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        local, sharded_tensor_metadata=metadata, process_group=value._process_group
-    )
+    local = [
+        Shard(part.tensor[: clip.shard_sizes[0]], clip)
+        for part in value.local_shards()
+        if (clip := _clip(part.metadata, rows)) is not None
+    ]
+    return _sharded(value, local, metadata)
+
+
+def _sharded(like: ShardedTensor, shards: list[Shard], metadata: ShardedTensorMetadata) -> ShardedTensor:
+    return ShardedTensor._init_from_local_shards_and_global_metadata(shards, metadata, like._process_group)
 
 
 def _clip(part: ShardMetadata, rows: int) -> ShardMetadata | None:
-    """A part's description without the rows from a number on; None if nothing is left."""
+    """A shard's description without the rows from ``rows`` on; None if nothing is left."""
     left = min(part.shard_sizes[0], rows - part.shard_offsets[0])
     if left <= 0:
         return None
@@ -354,6 +343,7 @@ def fill_rows(tensor: Tensor, table: str, first_row: int, first_column: int, std
     Values are normal, within two deviations.
     """
     rows, columns = tensor.shape
+    tail = 0.5 * math.erfc(2.0 / math.sqrt(2.0))  # of a normal distribution, beyond two deviations
     for block in range(first_row // _BLOCK, -(-(first_row + rows) // _BLOCK)):
         digest = hashlib.sha256(f"{seed}/{table}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -361,10 +351,5 @@ def fill_rows(tensor: Tensor, table: str, first_row: int, first_column: int, std
         begin, end = max(first_row, block * _BLOCK), min(first_row + rows, (block + 1) * _BLOCK)
         drawn = torch.rand(first_column + columns, _BLOCK, generator=generator)
         wanted = drawn[first_column:, begin - block * _BLOCK : end - block * _BLOCK].t()
-        tensor[begin - first_row : end - first_row].copy_(_normal_within(wanted, 2.0) * std)
-
-
-def _normal_within(uniform: Tensor, bound: float) -> Tensor:
-    """Uniform numbers between 0 and 1 to normal ones between −bound and bound."""
-    tail = 0.5 * math.erfc(bound / math.sqrt(2.0))
-    return torch.special.ndtri(tail + uniform.double() * (1.0 - 2.0 * tail)).to(uniform.dtype)
+        normal = torch.special.ndtri(tail + wanted.double() * (1.0 - 2.0 * tail)).to(wanted.dtype)
+        tensor[begin - first_row : end - first_row].copy_(normal * std)

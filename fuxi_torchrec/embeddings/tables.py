@@ -32,22 +32,14 @@ def table_of(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Table:
-    """One table: what it is called and how it is divided.
-
-    Attributes:
-        name: of the table.
-        feature: of its lookups.
-        rows: with row 0 for what is unknown.
-        sharding: how it is divided among ranks.
-        pooling: of several values of an event.
-    """
+    """One table: what it is called and how it is sharded."""
 
     name: str
-    feature: str
-    rows: int
+    feature: str  # of its lookups
+    rows: int  # with row 0 for what is unknown
     dim: int
     sharding: Sharding
-    pooling: Literal["sum", "mean"] = "sum"
+    pooling: Literal["sum", "mean"] = "sum"  # of several values of an event
 
 
 @dataclass(frozen=True)
@@ -59,8 +51,11 @@ class Tables:
 
     @property
     def all(self) -> tuple[Table, ...]:
-        """The item table first."""
         return (self.items, *self.features)
+
+    @property
+    def feature_names(self) -> list[str]:
+        return [table.feature for table in self.features]
 
     @property
     def needs_equal_bags(self) -> bool:
@@ -72,7 +67,7 @@ class Tables:
 def tables_for(config: Config, info: DatasetInfo) -> Tables:
     """The tables that a dataset needs."""
     rows = {feature.name: feature.rows for feature in info.features}
-    wanted, dim = config.features.event, config.model.dim
+    wanted = config.features.event
     missing = [name for name in wanted if name not in rows]
     if missing:
         there = ", ".join(sorted(rows)) or "none"
@@ -80,13 +75,17 @@ def tables_for(config: Config, info: DatasetInfo) -> Tables:
     dotted = [name for name in wanted if "." in name]
     if dotted:
         raise DataError(f"features.event: {', '.join(dotted)}: a name with a dot in it cannot be that of a table")
-    return Tables(
-        Table(ITEM_TABLE, ITEM_FEATURE, info.items + 1, dim, config.tables.sharding),
-        tuple(
-            Table(f"feature_{name}", name, max(1, rows[name]), dim, feature.sharding, feature.pooling)
-            for name, feature in wanted.items()
-        ),
+    return make_tables(config, info.items, rows)
+
+
+def make_tables(config: Config, items: int, feature_rows: dict[str, int]) -> Tables:
+    """Tables of so many items, and of each feature of the configuration."""
+    dim = config.model.dim
+    features = tuple(
+        Table(f"feature_{name}", name, max(1, feature_rows[name]), dim, feature.sharding, feature.pooling)
+        for name, feature in config.features.event.items()
     )
+    return Tables(Table(ITEM_TABLE, ITEM_FEATURE, items + 1, dim, config.tables.sharding), features)
 
 
 def collection(tables: tuple[Table, ...], device: torch.device | str = "meta") -> EmbeddingBagCollection:

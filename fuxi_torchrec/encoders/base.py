@@ -26,13 +26,10 @@ _MEASURED = 256  # events of which activations are measured
 
 
 def setting(default: Any, help: str, operational: bool = False, training: bool = False) -> Any:
-    """A field of a configuration.
+    """A field of a configuration; ``help`` is the comment beside it.
 
-    Args:
-        default: its value.
-        help: the comment beside it.
-        operational: it changes cost and not results, and may change when a run is resumed.
-        training: it decides how parameters are found and not what they mean.
+    An ``operational`` one changes cost and not results, and may change when a run is resumed; one of ``training``
+    decides how parameters are found and not what they mean.
     """
     return field(default=default, metadata={"help": help, "operational": operational, "training": training})
 
@@ -76,7 +73,7 @@ class EncoderConfig:
 
 
 def check_positive(name: str, value: object) -> None:
-    """Refuse what is no positive integer."""
+    """Refuse what is no positive integer, True included."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}")
 
@@ -103,8 +100,7 @@ class ParameterGroups(NamedTuple):
 class Explanation(Protocol):
     """What an encoder has learned, for people."""
 
-    def text(self) -> str:
-        """As lines."""
+    def text(self) -> str: ...
 
     def draw(self, title: str, output: Path) -> None:
         """As a figure; matplotlib is needed here alone."""
@@ -113,11 +109,7 @@ class Explanation(Protocol):
 class SequenceEncoder(nn.Module):
     """The base of all encoders.
 
-    Args:
-        config: shape and switches.
-
     Attributes:
-        config_class: the dataclass of the configuration.
         state_kind: ``constant`` if a user's state has one size, whatever the history; ``growing`` if it grows with it.
         fingerprint: of the configuration.
     """
@@ -177,22 +169,21 @@ class SequenceEncoder(nn.Module):
     def append(
         self, state: Any, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
     ) -> States:
-        """The state after any number of new events per user, 0 included; the given state is not changed."""
+        """The state after any number of new events per user, 0 included; the given state is not changed.
+
+        Rows, offsets and timestamps of the new events are as in :meth:`forward`.
+        """
         checks.state(self, state, state.rows, self._like)
-        bounds = checks.batch(self.config, self._like, x, offsets, timestamps, validate)
-        if len(bounds) - 1 != len(state):
-            raise ValueError(f"offsets describes {len(bounds) - 1} users, the state has {len(state)}")
-        held: GrowingState = state
-        return held.appended(x, offsets.to(x.device), timestamps) if len(x) else held
+        checks.batch(self.config, self._like, x, offsets, timestamps, validate, state=state)
+        return state.appended(x, offsets.to(x.device), timestamps) if len(x) else state
 
     @torch.no_grad()
     def query(self, state: Any, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
-        """Each user at a time: (B, D), zero for users without events. The state is unchanged."""
+        """Each user at a request time: (B, D), zero for users without events. The state is unchanged."""
         checks.state(self, state, state.rows, self._like)
         checks.requests(request_timestamps, len(state), self._like.device, validate)
-        held: GrowingState = state
-        parts = [self._last_outputs(held, request_timestamps, *users) for users in held.batches(_QUERY_EVENTS)]
-        return torch.cat([held.rows.new_zeros(0, self.config.dim), *parts])
+        parts = [self._last_outputs(state, request_timestamps, *users) for users in state.batches(_QUERY_EVENTS)]
+        return torch.cat([state.rows.new_zeros(0, self.config.dim), *parts])
 
     # what exported programs run: encoders of constant state have both
 
@@ -237,11 +228,7 @@ class SequenceEncoder(nn.Module):
         return sum(size for size, _ in kept.values()) * events // _MEASURED
 
     def explain(self, per_second: int) -> Explanation | None:
-        """What it has learned; None if there is nothing to show.
-
-        Args:
-            per_second: ticks of the data's time unit in a second.
-        """
+        """What it has learned, None if there is nothing to show; the data's time unit has so many ticks a second."""
         return None
 
     # --- inside ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Checks of an encoder's inputs: every message names the argument and the numbers."""
+"""Checks of an encoder's inputs: every message names the argument and the values."""
 
 import itertools
 from typing import TYPE_CHECKING
@@ -22,8 +22,9 @@ def batch(
     timestamps: Tensor,
     validate: bool | None,
     request_timestamps: Tensor | None = None,
+    state: States | None = None,
 ) -> list[int]:
-    """Check rows, offsets, timestamps and, if given, request times; return the offsets as a list."""
+    """Check rows, offsets, timestamps and, if given, request times and the state's users; the offsets as a list."""
     if x.dim() != 2 or x.shape[1] != config.dim:
         raise ValueError(f"x must be of shape (events, {config.dim}), not {tuple(x.shape)}")
     if not x.is_floating_point():
@@ -48,6 +49,8 @@ def batch(
         requests(request_timestamps, len(bounds) - 1, x.device, validate)
     if wanted:
         _passing(timestamps, bounds, request_timestamps)
+    if state is not None and len(bounds) - 1 != len(state):
+        raise ValueError(f"offsets describes {len(bounds) - 1} users, the state has {len(state)}")
     return bounds
 
 
@@ -70,7 +73,7 @@ def precision(device: torch.device) -> None:
 
 
 def requests(values: Tensor, users: int, device: torch.device, validate: bool | None) -> None:
-    """Check request times alone."""
+    """Check the request times of so many users."""
     _times("request_timestamps", values, users, device)
     if _wanted(validate, device):
         _near("request_timestamps", values)
@@ -82,7 +85,6 @@ def _wanted(validate: bool | None, device: torch.device) -> bool:
 
 
 def _times(name: str, values: Tensor, count: int, device: torch.device) -> None:
-    """Check a tensor of times."""
     if values.dtype != torch.int64:
         why = "floats cannot hold times exactly" if values.is_floating_point() else "convert it with .long()"
         raise ValueError(f"{name} must be int64, not {values.dtype}: {why}")
@@ -122,15 +124,15 @@ def _passing(timestamps: Tensor, bounds: list[int], request_timestamps: Tensor |
     if not len(timestamps):
         return
     gaps = timestamps.diff().clamp(min=0).double()
-    asked = [] if request_timestamps is None else request_timestamps.tolist()
-    latest, earliest = max(asked, default=0), int(timestamps.min())
+    requested = [] if request_timestamps is None else request_timestamps.tolist()
+    latest, earliest = max(requested, default=0), int(timestamps.min())
     if float(gaps.sum()) + max(0, latest - earliest) <= _FAR:
         return
     passed = torch.cat([gaps.new_zeros(1), gaps]).cumsum(0)  # at each event, since the first of all
     for user, (a, b) in enumerate(itertools.pairwise(bounds)):
         if a == b:
             continue
-        waited = max(0, asked[user] - int(timestamps[b - 1])) if asked else 0
+        waited = max(0, requested[user] - int(timestamps[b - 1])) if requested else 0
         if float(passed[b - 1] - passed[a]) + waited > _FAR:
             raise ValueError(
                 f"timestamps of user {user} go forth and back by more than 2^62 in all: is a time missing among them?"

@@ -28,7 +28,7 @@ def kinds() -> list[str]:
 
 
 def encoder_class(kind: str) -> type[SequenceEncoder]:
-    """The class of a kind, imported when it is asked for.
+    """The class of a kind, imported when first used.
 
     Example:
         >>> encoder_class("fuxi_linaer")
@@ -50,12 +50,7 @@ def encoder_class(kind: str) -> type[SequenceEncoder]:
 
 
 def config_class(kind: str) -> type[EncoderConfig]:
-    """The dataclass of a kind's settings.
-
-    Example:
-        >>> config_class("fuxi_linear")().kind
-        'fuxi_linear'
-    """
+    """The dataclass of a kind's settings."""
     return encoder_class(kind).config_class
 
 
@@ -80,9 +75,7 @@ def make_encoder(config: EncoderConfig) -> SequenceEncoder:
 def from_official(kind: str, params: Mapping[str, Tensor], **unknown: Any) -> SequenceEncoder:
     """An encoder with weights trained with the released code of its kind.
 
-    Args:
-        kind: which encoder.
-        params: the released model's parameters by their names there.
-        unknown: what names and shapes cannot tell; for fuxi_linear ``temporal_periods``.
+    ``params`` has the released model's parameters by their names there, ``unknown`` is what names and shapes cannot
+    tell; for fuxi_linear ``temporal_periods``.
     """
     return encoder_class(kind).from_official(params, **unknown)

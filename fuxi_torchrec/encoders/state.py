@@ -24,7 +24,6 @@ class States(Protocol):
         fingerprint: of the configuration they belong to.
         count: (B,) int64, events seen.
         last_time: (B,) int64, of the last event; 0 without events.
-        nbytes: held in memory.
     """
 
     @property
@@ -41,8 +40,7 @@ class States(Protocol):
     def select(self, users: Tensor | Sequence[int]) -> "States":
         """The states of some users: indices in the order wanted, or a mask."""
 
-    def to(self, device: torch.device | str) -> "States":
-        """The same on another device."""
+    def to(self, device: torch.device | str) -> "States": ...
 
     @staticmethod
     def concatenate(states: Sequence[Any]) -> "States":
@@ -84,12 +82,10 @@ class EncoderState:
 
     @property
     def last_time(self) -> Tensor:
-        """(B,) int64, time of the last event."""
         return self.pending_time
 
     @property
     def nbytes(self) -> int:
-        """Held in memory."""
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "EncoderState":
@@ -103,13 +99,12 @@ class EncoderState:
         )
 
     def select(self, users: Tensor | Sequence[int]) -> "EncoderState":
-        """The state of some users: indices in the order wanted, or a mask."""
         index = _user_index(users, len(self), self.count.device)
         return self.map(lambda tensor: tensor.index_select(0, index))
 
     def put(self, users: Tensor | Sequence[int], other: "EncoderState") -> "EncoderState":
         """The same with some users replaced by those of ``other``."""
-        _check_same(self, other)
+        _check_same([self, other])
         index = _user_index(users, len(self), self.count.device)
         if len(index) != len(other):
             raise ValueError(f"users names {len(index)} users, other has {len(other)}")
@@ -118,16 +113,11 @@ class EncoderState:
 
     @staticmethod
     def concatenate(states: Sequence["EncoderState"]) -> "EncoderState":
-        """Several states as one, users in the given order."""
-        if not states:
-            raise ValueError("states is empty: nothing to concatenate")
-        for other in states[1:]:
-            _check_same(states[0], other)
+        _check_same(states)
         parts = zip(*(state._tensors() for state in states), strict=True)
         return states[0].map(lambda _: torch.cat(next(parts)))
 
     def to(self, device: torch.device | str) -> "EncoderState":
-        """The same on another device."""
         return self.map(lambda tensor: tensor.to(device))
 
     def _tensors(self) -> list[Tensor]:
@@ -159,9 +149,8 @@ class EncoderState:
         counts = {name: len(plain[name]) for name in like.to_dict() if name not in ("version", "fingerprint")}
         if len(set(counts.values())) > 1:
             raise ValueError(f"tensors of different numbers of users: {counts}")
-        layers = [{name: plain[name][:, n].contiguous() for name in block} for n, block in enumerate(like.memory)]
-        state = cls(like.fingerprint, plain["count"], plain["pending_time"], plain["pending"], tuple(layers))
-        return state.to(like.count.device)
+        flat = [plain[name] for name in counts]
+        return like.from_flat(flat).map(lambda tensor: tensor.contiguous().to(like.count.device))
 
     def flat(self) -> tuple[Tensor, ...]:
         """The tensors of :meth:`to_dict` in its order, as exported programs take a state."""
@@ -208,10 +197,10 @@ class EncoderState:
             )
         pieces = records.cpu().split([8 * _HEADER, *sizes], dim=1)
         header, *parts = (piece.clone(memory_format=torch.contiguous_format) for piece in pieces)
-        numbers = header.view(torch.int64)
-        for version, fingerprint in torch.unique(numbers[:, :2], dim=0).tolist():
+        fields = header.view(torch.int64)
+        for version, fingerprint in torch.unique(fields[:, :2], dim=0).tolist():
             _check_origin(version, fingerprint, like)
-        plain = dict(template, count=numbers[:, 2].clone(), pending_time=numbers[:, 3].clone())
+        plain = dict(template, count=fields[:, 2].clone(), pending_time=fields[:, 3].clone())
         for (name, tensor), part in zip(rows.items(), parts, strict=True):
             plain[name] = part.view(tensor.dtype).reshape(len(records), *tensor.shape[1:])
         return cls.from_dict(plain, like)
@@ -238,22 +227,18 @@ class GrowingState:
 
     @property
     def count(self) -> Tensor:
-        """(B,) int64, events seen."""
         return self.bounds.diff()
 
     @property
     def last_time(self) -> Tensor:
-        """(B,) int64, time of the last event; 0 without events."""
         padded = torch.cat((self.times.new_zeros(1), self.times))
         return torch.where(self.count > 0, padded[self.bounds[1:]], 0)
 
     @property
     def nbytes(self) -> int:
-        """Held in memory."""
         return self.rows.nbytes + self.times.nbytes + self.bounds.nbytes
 
     def select(self, users: Tensor | Sequence[int]) -> "GrowingState":
-        """The state of some users: indices in the order wanted, or a mask."""
         index = _user_index(users, len(self), self.bounds.device)
         length_B = self.count[index]
         bounds = torch.cat((length_B.new_zeros(1), length_B.cumsum(0)))
@@ -262,7 +247,6 @@ class GrowingState:
         return GrowingState(self.fingerprint, self.rows[event_T], self.times[event_T], bounds)
 
     def appended(self, rows: Tensor, bounds: Tensor, times: Tensor) -> "GrowingState":
-        """With more events of each user."""
         new = GrowingState(self.fingerprint, rows.to(self.rows.dtype), times, bounds)
         users = torch.arange(len(self), device=bounds.device)
         both = GrowingState.concatenate([self, new]).select(torch.stack((users, users + len(self)), 1).flatten())
@@ -280,11 +264,7 @@ class GrowingState:
 
     @staticmethod
     def concatenate(states: Sequence["GrowingState"]) -> "GrowingState":
-        """Several states as one, users in the given order."""
-        if not states:
-            raise ValueError("states is empty: nothing to concatenate")
-        for other in states[1:]:
-            _check_same(states[0], other)
+        _check_same(states)
         count_B = torch.cat([state.count for state in states])
         return GrowingState(
             states[0].fingerprint,
@@ -294,19 +274,24 @@ class GrowingState:
         )
 
     def to(self, device: torch.device | str) -> "GrowingState":
-        """The same on another device."""
         return replace(self, rows=self.rows.to(device), times=self.times.to(device), bounds=self.bounds.to(device))
 
     def _tensors(self) -> list[Tensor]:
         return [self.rows, self.times, self.bounds]
 
 
-def _check_same(one: EncoderState | GrowingState, other: EncoderState | GrowingState) -> None:
-    if one.fingerprint != other.fingerprint:
-        raise ValueError(f"states of different configurations: fingerprints {one.fingerprint} and {other.fingerprint}")
-    for a, b in zip(one._tensors(), other._tensors(), strict=True):
-        if a.dtype != b.dtype or a.device != b.device:
-            raise ValueError(f"states of different kinds: {a.dtype} on {a.device} and {b.dtype} on {b.device}")
+def _check_same(states: Sequence[EncoderState | GrowingState]) -> None:
+    if not states:
+        raise ValueError("states is empty: nothing to concatenate")
+    one, *others = states
+    for other in others:
+        if one.fingerprint != other.fingerprint:
+            raise ValueError(
+                f"states of different configurations: fingerprints {one.fingerprint} and {other.fingerprint}"
+            )
+        for a, b in zip(one._tensors(), other._tensors(), strict=True):
+            if a.dtype != b.dtype or a.device != b.device:
+                raise ValueError(f"states of different kinds: {a.dtype} on {a.device} and {b.dtype} on {b.device}")
 
 
 def _check_origin(version: int, fingerprint: int, like: EncoderState) -> None:

@@ -5,7 +5,6 @@ items of equal popularity by index; a user's equally frequent items by how latel
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -18,29 +17,13 @@ Ints = NDArray[np.int64]
 NAMES = ("popularity", "recent items", "frequent items", "transitions")
 
 
-@dataclass(frozen=True)
-class _Transitions:
-    """Successors of each item in the training split, most frequent first."""
-
-    first: Ints  # (items + 2,) where an item's successors begin
-    successors: Ints
-
-    def of(self, item: int) -> Ints:
-        return self.successors[self.first[item] : self.first[item + 1]]
+_Pairs = tuple[Ints, Ints]  # pairs of neighbouring items, each as one number, in order; and how often they came
 
 
-@dataclass(frozen=True)
-class _Pairs:
-    """Pairs of neighbouring items, each as one number, in order; and how often they came."""
-
-    codes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-    times: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
-
-    @staticmethod
-    def merge(parts: "Sequence[_Pairs]") -> "_Pairs":
-        codes, where = np.unique(np.concatenate([part.codes for part in parts]), return_inverse=True)
-        times = np.concatenate([part.times for part in parts])
-        return _Pairs(codes, np.bincount(where, weights=times, minlength=len(codes)).astype(np.int64))
+def _merged(parts: Sequence[_Pairs]) -> _Pairs:
+    codes, where = np.unique(np.concatenate([codes for codes, _ in parts]), return_inverse=True)
+    times = np.concatenate([times for _, times in parts])
+    return codes, np.bincount(where, weights=times, minlength=len(codes)).astype(np.int64)
 
 
 class Baselines:
@@ -58,29 +41,27 @@ class Baselines:
         self._by_popularity = order[known[order]]
         self._place = np.full(len(counts), len(counts), np.int64)  # of each item among all by popularity
         self._place[self._by_popularity] = np.arange(len(self._by_popularity))
-        self._transitions = self._count_transitions(maker)
+        # where each item's successors in the training split begin; and these, most frequent first
+        self._first, self._successors = self._count_transitions(maker)
 
-    def _count_transitions(self, maker: BatchMaker) -> _Transitions:
-        items = len(self.known)
-        merged, waiting = _Pairs(), list[_Pairs]()
+    def _count_transitions(self, maker: BatchMaker) -> tuple[Ints, Ints]:
+        items, none = len(self.known), np.zeros(0, np.int64)
+        merged, waiting = (none, none), list[_Pairs]()
         for before, after in maker.training_pairs():
             keep = self.known[before] & self.known[after]
-            waiting.append(_Pairs(*np.unique(before[keep] * items + after[keep], return_counts=True)))
-            if sum(len(part.codes) for part in waiting) >= len(merged.codes):  # few merges, of as much again each
-                merged, waiting = _Pairs.merge([merged, *waiting]), []
-        merged = _Pairs.merge([merged, *waiting])
-        codes, times = merged.codes, merged.times
+            waiting.append(np.unique(before[keep] * items + after[keep], return_counts=True))
+            if sum(len(codes) for codes, _ in waiting) >= len(merged[0]):  # few merges, of as much again each
+                merged, waiting = _merged([merged, *waiting]), []
+        codes, times = _merged([merged, *waiting])
         before, after = codes // items, codes % items
         order = np.lexsort((self._place[after], -times, before))
-        first = np.searchsorted(before[order], np.arange(items + 1))
-        return _Transitions(first, after[order])
+        return np.searchsorted(before[order], np.arange(items + 1)), after[order]
 
     def ranks(self, histories: EventBatch, targets: Sequence[int], filter_seen: bool) -> dict[str, torch.Tensor]:
         """Ranks by each rule; UNRANKED for unknown targets.
 
         Args:
-            histories: everything before the targets.
-            targets: ids, 0 if unknown.
+            histories: everything before the targets, whose ids are 0 if unknown.
             filter_seen: leave the user's own items out of the candidates; the target stays.
         """
         items, offsets = histories.items.numpy(), histories.offsets.numpy()
@@ -99,7 +80,9 @@ class Baselines:
         distinct, back, times = distinct[known], back[known], times[known]
         recent = distinct[np.argsort(back)]  # latest first
         frequent = distinct[np.lexsort((back, -times))]
-        after = self._transitions.of(int(history[-1])) if len(history) else recent[:0]
+        after = recent[:0]
+        if len(history):
+            after = self._successors[self._first[history[-1]] : self._first[history[-1] + 1]]
         left_out = recent[recent != target] if filter_seen else recent[:0]
         if filter_seen:
             recent = frequent = recent[:0]  # none of them is a candidate

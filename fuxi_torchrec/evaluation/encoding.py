@@ -26,41 +26,27 @@ _STATE_BYTES = 2**27  # of a batch's states, about
 
 @dataclass(frozen=True)
 class UserEncoder:
-    """A sharded model that encodes users.
+    """A sharded model that encodes users."""
 
-    Args:
-        model: as it is trained, or as it was loaded.
-        tables: as they are sharded.
-        world: this rank among its peers.
-    """
-
-    model: ShardedModel
-    tables: Tables
+    model: ShardedModel  # as it is trained, or as it was loaded
+    tables: Tables  # as they are sharded
     world: World
 
     @property
     def module(self) -> SequenceModel:
-        """The model inside its wrappers."""
         module = self.model.module
         assert isinstance(module, SequenceModel)
         return module
 
     def partition(self, users: Ints, events: Ints) -> UserPartition:
-        """Users partitioned over ranks and into batches whose events and states are bounded.
-
-        Args:
-            users: rows in order.
-            events: of each of them that are encoded.
-        """
+        """Users, rows in order, partitioned over ranks and into batches whose events and states are bounded."""
         most = max(1, _STATE_BYTES // max(1, self.module.encoder.state_bytes))
         return UserPartition.of(users, events, self.world.size, _EVENTS, most)
 
     @torch.no_grad()
     def states(self, batch: EventBatch) -> States:
         """The users of a batch after their events: a collective."""
-        features = [table.feature for table in self.tables.features]
-        given = make_input(batch, Targets.none(), self.tables.items.rows, features)
-        (ready,) = agree([given], self.tables.needs_equal_bags)
+        (ready,) = agree([make_input(batch, Targets.none(), self.tables)], self.tables.needs_equal_bags)
         ready = ready.to(self.model.device)
         encoder, rows = self.module.encoder, self.module.event_rows(ready)
         return encoder.append(encoder.init_state(len(batch)), rows, ready.offsets, ready.timestamps, validate=False)

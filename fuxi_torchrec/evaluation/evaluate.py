@@ -29,7 +29,6 @@ class Bucketed:
         self.buckets = [task.metrics() for _ in BUCKET_NAMES]
 
     def add(self, ranks: Tensor, lengths: Tensor) -> None:
-        """Ranks of users with histories of these lengths."""
         self.all.add(ranks)
         bucket = torch.bucketize(lengths, torch.tensor(BUCKETS))
         for number, metrics in enumerate(self.buckets):
@@ -54,12 +53,9 @@ def evaluate(
     """Metrics of all users' targets among all known items: a collective, the same result on every rank.
 
     Args:
-        run: the model and the data.
-        part: which targets.
         request_times: queried at the target's time, at the last event's, or both.
         filter_seen: leave items of the user's whole history out of the candidates; the target stays.
         users: a fixed sample of so many of those that have a target; None takes all.
-        baselines: rank by popularity, recent and frequent items and transitions too.
     """
     began = time.monotonic()
     max_length, seed = run.config.batch.max_length, run.config.seed

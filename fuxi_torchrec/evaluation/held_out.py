@@ -1,7 +1,7 @@
 """Ranks of held-out targets among all candidates: what validation and evaluation share."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -29,52 +29,29 @@ Look = Callable[[EventBatch, Tensor], None]
 
 @dataclass(frozen=True)
 class Ranked:
-    """Users that were ranked together.
+    """Users that were ranked together."""
 
-    Attributes:
-        ranks: of all ranks' users, by request time.
-        own: which of them are this rank's.
-        lengths: of this rank's users' whole histories; those that are encoded, if no whole histories were read.
-        users: how many all ranks have ranked so far.
-    """
-
-    ranks: dict[RequestTime, Tensor]
-    own: slice
-    lengths: Tensor
-    users: int
+    ranks: dict[RequestTime, Tensor]  # of all ranks' users, by request time
+    own: slice  # which of them are this rank's
+    lengths: Tensor  # of this rank's users' whole histories; those that are encoded, if no whole histories were read
+    users: int  # how many all ranks have ranked so far
 
 
-@dataclass
-class _Waiting:
-    """Users encoded and not yet ranked."""
-
-    vectors: list[list[Tensor]] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
-    lengths: list[Tensor] = field(default_factory=list)
-    seen: list[Tensor] = field(default_factory=list)
+# users encoded and not yet ranked: vectors by request time, targets, lengths, and the items of their histories
+_Waiting = list[tuple[list[Tensor], Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out targets of a dataset, to be ranked by a model.
-
-    Args:
-        encoder: the model.
-        maker: the dataset with its split.
-        part: which targets.
-        candidates: ids in order.
-        similarity: of the scores.
-        max_length: events that are encoded, at most.
-        filter_seen: leave items of the user's whole history out of the candidates; the target stays.
-    """
+    """Held-out targets of a dataset, to be ranked by a model."""
 
     encoder: UserEncoder
-    maker: BatchMaker
-    part: HeldOutPart
-    candidates: Ints
-    similarity: Similarity
-    max_length: int
-    filter_seen: bool = False
+    maker: BatchMaker  # the dataset with its split
+    part: HeldOutPart  # which targets
+    candidates: Ints  # ids in order
+    similarity: Similarity  # of the scores
+    max_length: int  # events that are encoded, at most
+    filter_seen: bool = False  # leave items of the user's whole history out of the candidates; the target stays
 
     @torch.no_grad()
     def ranked(
@@ -90,7 +67,6 @@ class HeldOut:
         Args:
             users: rows in order; all of them have a target.
             lengths: events of each, about.
-            request_times: when they are queried: at the target's time, at the last event's, or both.
             look: is shown whole histories too.
             moved: is called before every batch.
         """
@@ -109,10 +85,8 @@ class HeldOut:
                 if look is not None:
                     look(whole, targets)
             times = {"target": batch.request_timestamps, "last": batch.timestamps[last]}
-            waiting.vectors.append(self.encoder.vectors(batch, [times[each] for each in request_times]))
-            waiting.targets.append(targets)
-            waiting.lengths.append(whole.offsets.diff())
-            waiting.seen.append(whole.items)
+            vectors = self.encoder.vectors(batch, [times[each] for each in request_times])
+            waiting.append((vectors, targets, whole.offsets.diff(), whole.items))
             done += sum(len(batches[number]) for batches in partition.batches)
             if flush:
                 yield self._rank(catalogue, waiting, request_times, done)
@@ -121,12 +95,13 @@ class HeldOut:
     def _rank(
         self, catalogue: Catalogue, waiting: _Waiting, request_times: Sequence[RequestTime], users: int
     ) -> Ranked:
-        lengths, targets = torch.cat(waiting.lengths), torch.cat(waiting.targets)
+        vectors_of, *rest = zip(*waiting, strict=True)
+        targets, lengths, seen = (torch.cat(each) for each in rest)
         ranks, own = {}, slice(0)
-        for each, vectors in zip(request_times, zip(*waiting.vectors, strict=True), strict=True):
+        for each, vectors in zip(request_times, zip(*vectors_of, strict=True), strict=True):
             queries = Queries(torch.cat(vectors), targets)
             if self.filter_seen:
-                queries.seen, queries.seen_lengths = torch.cat(waiting.seen), lengths
+                queries.seen, queries.seen_lengths = seen, lengths
             ranks[each], counts = catalogue.ranks(queries)
             first = int(counts[: self.encoder.world.rank].sum())
             own = slice(first, first + len(targets))

@@ -1,4 +1,4 @@
-"""A trained run, ready to be asked: its checkpoint under a row-wise plan of this job's own, and a dataset."""
+"""A trained run, ready to be queried: its checkpoint under a row-wise plan of this job's own, and a dataset."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -45,55 +45,39 @@ class RetrievalError(ValueError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """A run's weights on this job's processes, and the data to use them on.
+    """A run's weights on this job's ranks, and the data to use them on."""
 
-    Attributes:
-        config: the run's, with this job's sharding.
-        directory: the run's.
-        checkpoint: where the weights are from.
-        info: what the checkpoint says of itself.
-        vocabulary: raw ids of the run's items.
-        items: which of them it knows.
-        dataset: what is evaluated or exported; its own fingerprint, the run's indices.
-        maker: makes batches of it.
-        unknown_items: items of the dataset that the run's vocabulary lacks; 0 for the run's own data.
-    """
-
-    config: Config
+    config: Config  # the run's, with this job's sharding
     directory: RunDirectory
-    checkpoint: Path
-    info: Info
-    vocabulary: Vocabulary
-    items: KnownItems
-    dataset: Dataset
-    maker: BatchMaker
+    checkpoint: Path  # where the weights are from
+    info: Info  # what the checkpoint says of itself
+    vocabulary: Vocabulary  # raw ids of the run's items
+    items: KnownItems  # which of them it knows
+    dataset: Dataset  # what is evaluated or exported; its own fingerprint, the run's indices
+    maker: BatchMaker  # makes batches of it
     tables: Tables
     model: ShardedModel
     world: World
-    unknown_items: int = 0
+    unknown_items: int = 0  # items of the dataset that the run's vocabulary lacks; 0 for the run's own data
 
     @property
     def users(self) -> UserEncoder:
-        """What encodes users."""
         return UserEncoder(self.model, self.tables, self.world)
 
     @property
     def module(self) -> SequenceModel:
-        """The model inside its wrappers."""
         return self.users.module
 
     @property
     def encoder(self) -> SequenceEncoder:
-        """Every rank has all of it."""
         return self.module.encoder
 
     def lengths(self) -> Ints:
         """Events of each user, read on rank 0 for all: a collective."""
-
-        def work() -> dict[str, Tensor]:
-            return {"lengths": torch.from_numpy(self.maker.reader.lengths())}
-
-        return share_from_rank_0(self.world, "reading the dataset", work)["lengths"].numpy()
+        found = share_from_rank_0(
+            self.world, "reading the dataset", lambda: {"lengths": torch.from_numpy(self.maker.reader.lengths())}
+        )
+        return found["lengths"].numpy()
 
     def users_with(self, part: Part) -> tuple[Ints, Ints]:
         """Events of each user, and rows of those who have a target, read on rank 0 for all: a collective."""
@@ -113,14 +97,7 @@ def load(
     data: str | None = None,
     allow_other_data: bool = False,
 ) -> Loaded:
-    """Load a run: a collective.
-
-    Args:
-        run_dir: of the run.
-        which: checkpoint, ``best``, ``latest`` or a step; by default the best one if there is one, else the latest.
-        data: a dataset in place of the run's own path.
-        allow_other_data: take a dataset of another fingerprint, its items found by their raw ids.
-    """
+    """Load a run, see :class:`RunOptions`: a collective. ``which`` is the checkpoint, the best or else the latest."""
     directory = RunDirectory(run_dir)
     with raise_on_all_ranks("opening the run"):
         config = directory.read_config()
@@ -143,10 +120,8 @@ def load(
     model, plan = shard(SequenceModel(config, tables), tables, config.optimizer, world)
     checkpoints.load(path, model, None)
     model.eval()
-    logger.info("%s on %d processes\n%s", path, world.size, describe(plan, tables))
-    return Loaded(
-        config, directory, path, info, vocabulary, items, dataset, maker, tables, model, world, unknown
-    )  # fmt: skip
+    logger.info("%s on %d ranks\n%s", path, world.size, describe(plan, tables))
+    return Loaded(config, directory, path, info, vocabulary, items, dataset, maker, tables, model, world, unknown)
 
 
 # --- the dataset -----------------------------------------------------------------------------------------------------
@@ -192,13 +167,13 @@ def _tables(config: Config, info: Info, checkpoint: Path, found: DatasetInfo, wo
             return tables, attempt
         except ShardingError:
             continue
-    attempt = sharded("data_parallel", "data_parallel")  # fewer rows than processes
+    attempt = sharded("data_parallel", "data_parallel")  # fewer rows than ranks
     return tables_for(attempt, about), attempt
 
 
 def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary, tables: Tables) -> tuple[Reader, int]:
     """The dataset in the run's indices, and how many of its items the run's vocabulary lacks."""
-    features = [table.feature for table in tables.features]
+    features = tables.feature_names
     if dataset.info.fingerprint == info.identity.dataset:
         return Reader(dataset, features, config.data.on_bad_rows), 0
     own = dataset.vocabulary()
@@ -208,12 +183,8 @@ def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary
         )
     index = np.concatenate([[0], vocabulary.index(own.ids.cast(vocabulary.ids.type))])
     unknown = int((index[1:] == 0).sum())
-    logger.warning(
-        "%s is not the data the run was trained on: %d of its %d items are unknown to the run",
-        dataset.path,
-        unknown,
-        len(own),
-    )
+    what = "%s is not the data the run was trained on: %d of its %d items are unknown to the run"
+    logger.warning(what, dataset.path, unknown, len(own))
     sizes = {table.feature: table.rows for table in tables.features}
     maps = {name: _feature_map(config, info, dataset, name, sizes[name]) for name in features}
     return RemappedReader(dataset, features, config.data.on_bad_rows, index, maps), unknown
@@ -247,12 +218,7 @@ def _feature_map(config: Config, info: Info, dataset: Dataset, name: str, rows: 
 
 
 class RemappedReader(Reader):
-    """Another dataset's events in a run's indices; 0 for what the run does not know.
-
-    Args:
-        index: (items + 1,) the run's index of each item of the dataset.
-        features_index: of each feature, the run's value of each value.
-    """
+    """Another dataset's events in a run's indices (of items, and of each feature's values); 0 for what it lacks."""
 
     def __init__(
         self, dataset: Dataset, features: list[str], on_bad_rows: str, index: Ints, features_index: dict[str, Ints]

@@ -14,23 +14,15 @@ _USER_COST = 32  # of a user beside its events, in events
 
 @dataclass(frozen=True)
 class UserPartition:
-    """Batches of every rank; all have as many, some of them empty at the end.
+    """Batches of every rank; all have as many, some of them empty at the end."""
 
-    Attributes:
-        batches: of each rank, rows of users.
-    """
-
-    batches: list[list[Ints]]
+    batches: list[list[Ints]]  # of each rank, rows of users
 
     @staticmethod
     def of(users: Ints, lengths: Ints, ranks: int, batch_events: int, most_users: int) -> "UserPartition":
-        """Neighbouring users to one rank, about equal work to each, and batches of bounded size.
+        """Neighbouring users to one rank, about equal work to each, in batches of bounded size.
 
-        Args:
-            users: rows in order.
-            lengths: events of each of them that are encoded.
-            batch_events: events of a batch, about.
-            most_users: of a batch.
+        ``users`` are rows in order, ``lengths`` the events of each that are encoded, ``batch_events`` those of a batch.
         """
         work = np.cumsum(lengths + _USER_COST)
         total = int(work[-1]) if len(work) else 0

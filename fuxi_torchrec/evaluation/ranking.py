@@ -1,4 +1,4 @@
-"""Exact ranks of targets among all candidates, each process scoring its own part of the catalogue.
+"""Exact ranks of targets among all candidates, each rank scoring its own shard of the catalogue.
 
 A target's rank is 1 plus the number of other candidates with a strictly higher score: ties count for the target. An
 unknown target has no rank and counts as a miss. Scores are float32 matrix products.
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuxi_torchrec.distributed import World, raise_on_all_ranks
+from fuxi_torchrec.embeddings.inputs import gathered
 from fuxi_torchrec.embeddings.rows import item_rows
 from fuxi_torchrec.tasks.rank_metrics import UNRANKED
 from fuxi_torchrec.tasks.softmax import Similarity, scaled_items
@@ -28,31 +29,24 @@ _TARGETS = 64  # targets' scores are the diagonal of a product of so many rows
 
 @dataclass
 class Queries:
-    """Users of one process: what they are compared by.
+    """Users of one rank, or of all: what they are compared by."""
 
-    Attributes:
-        vectors: (B, D) outputs of the encoder.
-        targets: (B,) ids, 0 if unknown; on the host, like the next two.
-        seen: ids to leave out of the candidates (the target itself stays), user after user.
-        seen_lengths: (B,) how many of them are each user's.
-    """
-
-    vectors: Tensor
-    targets: Tensor
+    vectors: Tensor  # (B, D) outputs of the encoder
+    targets: Tensor  # (B,) ids, 0 if unknown; on the host, like the next two
+    # ids to leave out of the candidates (the target itself stays), user after user
     seen: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    seen_lengths: Tensor | None = None
+    # (B,) how many of them are each user's; empty if nothing is left out
+    seen_lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
 class Catalogue:
-    """The candidates, divided evenly among processes, whatever the table's sharding.
+    """The candidates, sharded evenly, whatever the table's sharding.
 
     Making one is a collective, and so is every call of :meth:`ranks`.
 
     Args:
         items: the sharded collection of the item table.
         candidates: (n,) ids in order.
-        dim: of the table.
-        similarity: of the scores.
     """
 
     def __init__(self, items: nn.Module, candidates: Tensor, dim: int, similarity: Similarity, world: World) -> None:
@@ -70,8 +64,8 @@ class Catalogue:
 
     @torch.no_grad()
     def ranks(self, queries: Queries) -> tuple[Tensor, Tensor]:
-        """Ranks of all processes' targets in the order of the processes, and how many of them are each process's."""
-        everyone = _gather_queries(queries, self.world)
+        """Ranks of the targets of all ranks of the job, in their order, and how many of them are each one's."""
+        everyone, counts = _gather_queries(queries, self.world)
         users = len(everyone.targets)
         if not everyone.vectors.isfinite().all():
             raise ValueError("the encoder's outputs hold values that are not finite: they cannot be ranked")
@@ -89,7 +83,7 @@ class Catalogue:
             found = self._better(vectors_BD[part], wanted_B[part], column[left_out], owner[left_out] - begin)
             better[part] = found[: users - begin]
         dist.all_reduce(better)
-        return torch.where(everyone.targets > 0, better + 1, UNRANKED), everyone.counts
+        return torch.where(everyone.targets > 0, better + 1, UNRANKED), counts
 
     def _target_scores(self, vectors_BD: Tensor, targets: Tensor) -> Tensor:
         """(B,) scores of the targets, each computed where the item is, by a matrix product like all others."""
@@ -104,12 +98,7 @@ class Catalogue:
         return scores.to(vectors_BD.device)
 
     def _better(self, vectors_BD: Tensor, wanted_B: Tensor, column: Tensor, owner: Tensor) -> Tensor:
-        """(B,) candidates of this process that score higher than the target.
-
-        Args:
-            wanted_B: the targets' scores.
-            column, owner: candidates that do not count, and for which user.
-        """
+        """(B,) candidates of this rank that beat the targets; each ``column`` does not count for its ``owner``."""
         count, vectors_DB = wanted_B.new_zeros(len(wanted_B), dtype=torch.float64), vectors_BD.t().contiguous()
         buffer = vectors_BD.new_empty(self._items, len(wanted_B))
         order = torch.argsort(column)
@@ -127,46 +116,27 @@ class Catalogue:
         return count.long().cpu()
 
     def _columns(self, ids: Tensor) -> Tensor:
-        """Where this process holds each item, −1 if it does not."""
+        """Where this rank holds each item, −1 if it does not."""
         if not len(self.ids):
             return torch.full_like(ids, -1)
         place = torch.searchsorted(self.ids, ids).clamp(max=len(self.ids) - 1)
         return torch.where(self.ids[place] == ids, place, -1)
 
 
-@dataclass
-class _Everyone:
-    vectors: Tensor
-    targets: Tensor
-    seen: Tensor
-    seen_lengths: Tensor
-    counts: Tensor
-
-
-def _gather_queries(queries: Queries, world: World) -> _Everyone:
-    """All processes' queries, in the order of the processes."""
-    lengths = queries.seen_lengths
-    if lengths is None:
-        lengths = torch.zeros(len(queries.targets), dtype=torch.int64)
-    sizes = torch.tensor([len(queries.targets), len(queries.seen)])
-    all_sizes = [torch.empty_like(sizes) for _ in range(world.size)]
-    dist.all_gather(all_sizes, sizes)
-    counts = torch.stack(all_sizes)
-    users, seen = counts[:, 0], counts[:, 1]
-    vectors = _gather(queries.vectors.float().cpu(), users.tolist())
+def _gather_queries(queries: Queries, world: World) -> tuple[Queries, Tensor]:
+    """All ranks' queries, in the order of the ranks, and how many each rank has."""
+    lengths = F.pad(queries.seen_lengths, (0, len(queries.targets) - len(queries.seen_lengths)))
+    users, seen = gathered(torch.tensor([len(queries.targets), len(queries.seen)])).unbind(1)
+    vectors = _gather(queries.vectors.float().cpu(), users.tolist()).to(world.device)
     meta = _gather(torch.stack([queries.targets, lengths], 1), users.tolist())
-    return _Everyone(
-        vectors.to(world.device), meta[:, 0].contiguous(), _gather(queries.seen, seen.tolist()), meta[:, 1], users
-    )
+    return Queries(vectors, meta[:, 0].contiguous(), _gather(queries.seen, seen.tolist()), meta[:, 1]), users
 
 
 def _gather(mine: Tensor, counts: Sequence[int]) -> Tensor:
-    """Everybody's rows one after another; the processes have different numbers of them."""
+    """All ranks' rows one after another; they may have different numbers of them."""
     most = max(counts)
     if most == 0:
         return mine
     filled = mine.new_zeros(most, *mine.shape[1:])
     filled[: len(mine)] = mine
-    everyone = [torch.empty_like(filled) for _ in counts]
-    dist.all_gather(everyone, filled)
-    return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(gathered(filled), counts, strict=True)])

@@ -7,12 +7,9 @@ Ints = NDArray[np.int64]
 
 
 def batch_ends(sizes: Ints, limit: int, most: int | None = None) -> list[int]:
-    """Where consecutive batches end, each as long as it may be.
+    """Where consecutive batches end, each as long as it may be: of sizes that sum to ``limit``, or of one larger size.
 
-    Args:
-        sizes: of what is batched.
-        limit: of a batch's sizes together; a larger one is a batch of its own.
-        most: of a batch, if their number is bounded too.
+    A batch has no more than ``most`` sizes, if that is given.
 
     Example:
         >>> batch_ends(np.array([3, 1, 2, 9, 1]), limit=4)

@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from types import TracebackType
 from typing import Any
 
 import duckdb
@@ -22,12 +21,11 @@ _STREAMED = 2**25  # bytes that DuckDB reads ahead
 
 
 class Database:
-    """A context manager; leaving it stops what is running and removes the directory.
+    """A context manager; leaving it stops what is running, removes the directory, and makes DuckDB's errors DataErrors.
 
     Args:
         near: the directory is made in this one; in the system's for temporary files if None.
         memory_limit: for example ``"1GB"``. One half is DuckDB's, ``budget`` the other half, in bytes.
-        threads: DuckDB's.
         in_memory: tables are in memory, and in the directory only if they do not fit.
     """
 
@@ -35,7 +33,7 @@ class Database:
         self, near: str | None = None, memory_limit: str = "4GB", threads: int = 2, in_memory: bool = False
     ) -> None:
         self._pool = ThreadPoolExecutor(1)
-        self._running: Future[Any] | None = None
+        self._running: Future[Any]
         self.place = tempfile.mkdtemp(prefix="prepare-", dir=near)
         settings = {"memory_limit": memory_limit, "threads": threads, "temp_directory": self.place}
         try:
@@ -45,11 +43,10 @@ class Database:
             self.rows(f"SET memory_limit = '{self.budget} B'")
             self.rows(f"SET streaming_buffer_size = '{min(_STREAMED, self.budget // 8)} B'")
             self.rows("SET enable_progress_bar = false")
-        except duckdb.Error as error:
+        except BaseException as error:
             shutil.rmtree(self.place, ignore_errors=True)
-            raise DataError(f"DuckDB cannot start with {settings}: {error}") from None
-        except BaseException:
-            shutil.rmtree(self.place, ignore_errors=True)
+            if isinstance(error, duckdb.Error):
+                raise DataError(f"DuckDB cannot start with {settings}: {error}") from None
             raise
 
     def _start(self, function: Callable[[], Any]) -> "Future[Any]":
@@ -62,16 +59,13 @@ class Database:
         return found
 
     def row(self, query: str) -> tuple[Any, ...]:
-        """The only row of a result."""
         (row,) = self.rows(query)
         return row
 
     def value(self, query: str) -> Any:
-        """The first value of the only row."""
         return self.row(query)[0]
 
     def table(self, query: str) -> pa.Table:
-        """A result as a whole."""
         return self._start(lambda: self.connection.sql(query).to_arrow_table()).result()
 
     def batches(self, query: str, size: int) -> Iterator[pa.RecordBatch]:
@@ -83,7 +77,6 @@ class Database:
             yield batch
 
     def load(self, name: str, table: pa.Table) -> None:
-        """Make a table of an Arrow table."""
         self.connection.register("loaded", table)
         self.rows(f"CREATE TABLE {name} AS SELECT * FROM loaded")
         self.connection.unregister("loaded")
@@ -91,12 +84,9 @@ class Database:
     def __enter__(self) -> "Database":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Stop, clear up; an error of DuckDB's becomes a DataError."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        while self._running is not None and not self._running.done():
+        while not self._running.done():
             self.connection.interrupt()  # again, should the statement have begun only now
             wait([self._running], timeout=0.1)
         self.connection.close()

@@ -11,11 +11,10 @@ class Feature:
     Attributes:
         name: of the log's column.
         multiple: whether an event has a list of values, not one.
-        rows: values are below it; 0 is "a value I do not know".
+        rows: of the table; row 0 is for unknown values.
         vocabulary: whether raw values are text, with indices of their own.
         pooling: of an event's rows.
-        kind: of the values: ``id``, rows of a table.
-        owner: whose it is: the ``event``'s.
+        kind, owner: its values are row ids, and belong to an event.
     """
 
     name: str

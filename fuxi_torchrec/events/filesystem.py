@@ -11,7 +11,7 @@ from fuxi_torchrec.events.errors import DataError
 def resolve(path: str | Path) -> tuple[Any, str]:
     """A file system and the path inside it; ``s3://``, ``gs://``, ``hdfs://`` and whatever fsspec knows are remote."""
     text = str(path)
-    if "://" not in text:
+    if is_local(path):
         return pyarrow.fs.LocalFileSystem(), str(Path(text).absolute())
     try:
         filesystem, inside = pyarrow.fs.FileSystem.from_uri(text)
@@ -40,13 +40,6 @@ def read_bytes(path: str | Path) -> bytes:
             return content
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
-
-
-def write_bytes(path: str | Path, content: bytes) -> None:
-    """Write a whole file."""
-    filesystem, inside = resolve(path)
-    with filesystem.open_output_stream(inside) as file:
-        file.write(content)
 
 
 def exists(path: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for and on nothing else: no generator, no order, any process."""
+"""Random numbers that depend on what they are for and on nothing else: no generator, no order, any rank."""
 
 import numpy as np
 from numpy.typing import NDArray

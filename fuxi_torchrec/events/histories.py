@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -31,7 +30,7 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
 
 
 def bounds_of(lengths: Ints) -> Ints:
-    """Offsets of consecutive pieces."""
+    """(n + 1,) offsets of n consecutive pieces."""
     return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)))
 
 
@@ -46,7 +45,6 @@ class Ragged:
         return len(self.bounds) - 1
 
     def take(self, at: Ints) -> "Ragged":
-        """Of some events, in the order wanted."""
         lengths = np.diff(self.bounds)[at]
         return Ragged(self.values[ranges(self.bounds[at], lengths)], bounds_of(lengths))
 
@@ -55,12 +53,12 @@ Column = Ints | Ragged
 
 
 def take(column: Column, at: Ints) -> Column:
-    """Values of some events."""
+    """Of some events, in the order wanted."""
     return column.take(at) if isinstance(column, Ragged) else column[at]
 
 
 def stack(columns: Sequence[Column]) -> Column:
-    """Values of events one after another."""
+    """Columns of one kind, one after another."""
     if isinstance(columns[0], Ragged):
         ragged = [column for column in columns if isinstance(column, Ragged)]
         lengths = np.concatenate([np.diff(column.bounds) for column in ragged])
@@ -93,18 +91,15 @@ class Histories:
 
     @staticmethod
     def empty(users: int, features: Sequence[Feature]) -> "Histories":
-        """Users without events."""
         none = np.zeros(0, np.int64)
-        return Histories(
-            np.zeros(users + 1, np.int64), none, none, {feature.name: no_values(feature, 0) for feature in features}
-        )
+        columns = {feature.name: no_values(feature, 0) for feature in features}
+        return Histories(np.zeros(users + 1, np.int64), none, none, columns)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @property
     def lengths(self) -> Ints:
-        """Events of each user."""
         return np.diff(self.offsets)
 
     def _take(self, at: Ints, lengths: Ints) -> "Histories":
@@ -122,7 +117,6 @@ class Histories:
         return self._take(ranges(self.offsets[1:] - lengths, lengths), lengths)
 
     def filter(self, keep: NDArray[np.bool_]) -> "Histories":
-        """Without some events."""
         kept = bounds_of(keep.astype(np.int64))[self.offsets]
         return self._take(np.flatnonzero(keep), np.diff(kept))
 
@@ -138,12 +132,9 @@ class Histories:
 
     def join(self, later: "Histories") -> "Histories":
         """The same users with more events each."""
-        both, users = Histories.stack((self, later)), np.arange(len(self))
-        order = np.stack((users, users + len(self)), axis=1).reshape(-1)
-        mixed = both.select(order)
+        order = np.arange(2 * len(self)).reshape(2, -1).T.reshape(-1)
+        mixed = Histories.stack((self, later)).select(order)
         return Histories(mixed.offsets[::2], mixed.items, mixed.times, mixed.features)
-
-    # --- files -------------------------------------------------------------------------------------------------------
 
     @staticmethod
     def from_arrow(table: pa.Table, features: Sequence[Feature], where: str) -> "Histories":
@@ -157,15 +148,14 @@ class Histories:
 
     def to_arrow(self) -> dict[str, pa.Array]:
         """List columns, a row per user."""
-        offsets = pa.array(self.offsets, pa.int32() if self.offsets[-1] < 2**31 else pa.int64())
-        make = pa.ListArray if offsets.type == pa.int32() else pa.LargeListArray
+        lists, kind = (pa.ListArray, pa.int32()) if self.offsets[-1] < 2**31 else (pa.LargeListArray, pa.int64())
         columns = {ITEM: pa.array(self.items), TIME: pa.array(self.times)}
         for name, column in self.features.items():
             if isinstance(column, Ragged):
                 columns[name] = pa.ListArray.from_arrays(pa.array(column.bounds, pa.int32()), pa.array(column.values))
             else:
                 columns[name] = pa.array(column)
-        return {name: make.from_arrays(offsets, column) for name, column in columns.items()}
+        return {name: lists.from_arrays(pa.array(self.offsets, kind), column) for name, column in columns.items()}
 
 
 def _flat(lists: pa.ChunkedArray) -> tuple[Ints, Ints]:
@@ -178,11 +168,6 @@ def _feature_column(lists: pa.ChunkedArray, feature: Feature) -> Column:
         return _flat(lists)[0]
     values, lengths = _flat(pc.list_flatten(lists))
     return Ragged(values, bounds_of(lengths))
-
-
-def of_events(users: int, user: Ints, items: Ints, times: Ints, features: dict[str, Any] | None = None) -> Histories:
-    """Of events sorted by user."""
-    return Histories(bounds_of(np.bincount(user, minlength=users)), items, times, features or {})
 
 
 def covered(stored: Histories, events: Histories) -> NDArray[np.bool_]:

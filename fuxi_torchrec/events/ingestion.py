@@ -33,12 +33,14 @@ class Ingestion:
     """
 
     def __init__(self, database: Database, source: Source, keep: bool = False) -> None:
-        self.database, self.source = database, source
+        self.database, self.source, self._name = database, source, source.files[0]
         found = {row[0]: row[1] for row in database.rows(f"DESCRIBE SELECT * FROM {source.reader}")}
         self._numbered = ROW in found
         for ours in (FILE, ROW):
             found.pop(ours, None)
-        self._check_columns(found)
+        missing = [name for name in source.log.needed() if name not in found]
+        if missing:
+            raise DataError(f"{self._name}: no column {', '.join(missing)}; the columns are {', '.join(found)}")
         reader, types = self._typed(found)
         self.spec = replace(source.log, columns=types)
         self.first: int | None = None
@@ -50,14 +52,6 @@ class Ingestion:
             reader = f"(SELECT *, row_number() OVER () AS {ROW} FROM {reader})"
         kind = "TABLE" if keep or not self._numbered else "VIEW"
         database.rows(f"CREATE {kind} log AS SELECT {', '.join(columns)} FROM {reader}{where}")
-
-    def _name(self) -> str:
-        return self.source.files[0]
-
-    def _check_columns(self, found: Mapping[str, str]) -> None:
-        missing = [name for name in self.source.log.needed() if name not in found]
-        if missing:
-            raise DataError(f"{self._name()}: no column {', '.join(missing)}; the columns are {', '.join(found)}")
 
     def _typed(self, found: dict[str, str]) -> tuple[str, dict[str, str]]:
         """The reader with the types that the spec has written down, and those of all columns that it reads."""
@@ -71,9 +65,8 @@ class Ingestion:
             if kind == "VARCHAR":  # so is a CSV column without values
                 self._check_text(name, wanted)
             elif kind not in INTEGERS or wanted != "VARCHAR":
-                raise DataError(
-                    f"{self._name()}: column {name} is {found[name]}: it must be {wanted}, as in the dataset's log"
-                )
+                what = f"column {name} is {found[name]}: it must be {wanted}, as in the dataset's log"
+                raise DataError(f"{self._name}: {what}")
             casts.append(f"CAST({quote(name)} AS {wanted}) AS {quote(name)}")
             types[name] = wanted
         reader = f"(SELECT * REPLACE ({', '.join(casts)}) FROM {self.source.reader})" if casts else self.source.reader
@@ -86,22 +79,17 @@ class Ingestion:
             f"WHERE {column} IS NOT NULL AND TRY_CAST({column} AS {wanted}) IS NULL LIMIT 1"
         )
         if other:
-            raise DataError(
-                f"{self._name()}: column {name} is VARCHAR, for example {other[0][0]!r}: in the dataset's log it is "
-                f"{wanted}"
-            )
+            what = f"column {name} is VARCHAR, for example {other[0][0]!r}: in the dataset's log it is {wanted}"
+            raise DataError(f"{self._name}: {what}")
 
     def _columns(self, reader: str) -> list[str]:
-        """What is selected, under our names."""
         log = self.source.log
         described = self.database.rows(f"DESCRIBE SELECT {log.user}, {log.item}, {log.time} FROM {reader}")
         user, item, time = (row[1] for row in described)
         for what, kind in ((log.user, user), (log.item, item)):
             if kind not in (*INTEGERS, "VARCHAR"):
-                raise DataError(
-                    f"{self._name()}: column {shown(what)} is {kind}: ids must be integers of at most 64 bits, signed, "
-                    "or text"
-                )
+                allowed = "integers of at most 64 bits, signed, or text"
+                raise DataError(f"{self._name}: column {shown(what)} is {kind}: ids must be {allowed}")
         columns = [f"{log.user} AS user_id", f"{log.item} AS item_id", f"{self._time(time, reader)} AS timestamp"]
         if log.target:
             columns.append(f"CAST({log.target} AS FLOAT) AS target")
@@ -116,9 +104,9 @@ class Ingestion:
             return f"CAST(floor({_TIMESTAMP[unit]}({time})) AS BIGINT)"
         example = self.database.rows(f"SELECT {time} FROM {reader} LIMIT 1")
         if not example:
-            raise DataError(f"{self._name()}: no events")
+            raise DataError(f"{self._name}: no events")
         raise DataError(
-            f"{self._name()}: column {shown(time)} is {kind}, for example {example[0][0]!r}: times must be integers "
+            f"{self._name}: column {shown(time)} is {kind}, for example {example[0][0]!r}: times must be integers "
             "(seconds, milliseconds or microseconds since 1970) or timestamps; mixed kinds count as VARCHAR"
         )
 
@@ -133,41 +121,32 @@ class Ingestion:
             return f"coalesce(list_filter(CAST({column} AS BIGINT[]), lambda x: x IS NOT NULL), [])"
         raise DataError(f"feature column {name} is {kind}: integers, lists of integers or strings can be used")
 
-    # --- rows --------------------------------------------------------------------------------------------------------
-
-    def _bad(self, more: Mapping[str, str]) -> dict[str, str]:
-        """What makes a row bad: reason to SQL condition."""
-        bad = {
-            "user is null": "user_id IS NULL",
-            "item is null": "item_id IS NULL",
-            "time is null": "timestamp IS NULL",
-            "time is negative": "timestamp < 0",
-        }
-        if self.spec.target:
-            bad["target weight is null, negative or not finite"] = (
-                "target IS NULL OR target < 0 OR NOT isfinite(target)"
-            )
-        return bad | dict(more)
-
     def check_rows(self, more: Mapping[str, str] | None = None) -> dict[str, int]:
         """Count bad rows by reason; name the first ones, or leave them out.
 
         Args:
             more: reasons of the caller's own, with their conditions on columns of ``log``.
         """
-        conditions = self._bad(more or {})
+        conditions = {
+            "user is null": "user_id IS NULL",
+            "item is null": "item_id IS NULL",
+            "time is null": "timestamp IS NULL",
+            "time is negative": "timestamp < 0",
+        }
+        if self.spec.target:
+            bad = "target IS NULL OR target < 0 OR NOT isfinite(target)"
+            conditions["target weight is null, negative or not finite"] = bad
+        conditions |= more or {}
         every = " OR ".join(f"({condition})" for condition in conditions.values())
-        # Parquet answers these from its metadata
-        columns = ["user_id", "item_id", "timestamp", *(["target"] if self.spec.target else [])]
-        counts = ", ".join(f"count({column})" for column in columns)
+        # Parquet answers this from its metadata
         rows, *numbers, self.first, self.last = self.database.row(
-            f"SELECT count(*), {counts}, min(timestamp), max(timestamp) FROM log"
+            "SELECT count(*), count(user_id), count(item_id), count(timestamp), min(timestamp), max(timestamp) FROM log"
         )
         skipped = {}
         if self.spec.target or more or min(numbers) < rows or (self.first is not None and self.first < 0):
             bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
-            found = dict(zip(conditions, self.database.row(f"SELECT {bad} FROM log"), strict=True))
-            skipped = {reason: int(count) for reason, count in found.items() if count}
+            found = zip(conditions, self.database.row(f"SELECT {bad} FROM log"), strict=True)
+            skipped = {reason: int(count) for reason, count in found if count}
         where = f" WHERE NOT coalesce(({every}), true)" if skipped else ""
         self.database.rows(f"CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log{where}")
         if skipped:
@@ -183,12 +162,11 @@ class Ingestion:
 
     def _first_bad_rows(self, every: str, conditions: dict[str, str]) -> str:
         """File, row and reason of the first bad rows; rows count from 1 within their file."""
-        if not self._numbered:
-            firsts = f"SELECT {FILE} AS source_file, min({ROW}) AS first FROM "
-            firsts += f"(SELECT {FILE}, row_number() OVER () AS {ROW} FROM {self.source.reader}) GROUP BY 1"
+        if self._numbered:
+            row, firsts = f"n % {self.source.rows_per_file} + 1", "SELECT DISTINCT source_file FROM log"
         else:
-            firsts = "SELECT DISTINCT source_file, 0 AS first FROM log"
-        row = f"n % {self.source.rows_per_file} + 1" if self._numbered else "n - first + 1"
+            numbered = f"SELECT {FILE} AS source_file, row_number() OVER () AS row FROM {self.source.reader}"
+            row, firsts = "n - first + 1", f"SELECT source_file, min(row) AS first FROM ({numbered}) GROUP BY 1"
         case = " ".join(f"WHEN {condition} THEN {literal(reason)}" for reason, condition in conditions.items())
         rows = self.database.rows(
             f"SELECT source_file, {row}, CASE {case} END "

@@ -4,7 +4,7 @@ so that events that come later are read as those before were.
 
 import json
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -58,11 +58,9 @@ def columns_of(expression: str) -> tuple[str, ...]:
         if isinstance(node, dict):
             if node.get("class") == "COLUMN_REF":
                 found[node["column_names"][0]] = None
-            for child in node.values():
-                walk(child)
-        elif isinstance(node, list):
-            for child in node:
-                walk(child)
+            node = list(node.values())
+        for child in node if isinstance(node, list) else ():
+            walk(child)
 
     walk(plan)
     return tuple(found)
@@ -103,12 +101,7 @@ class LogSpec:
 
     @staticmethod
     def from_dict(plain: dict[str, Any]) -> "LogSpec":
-        """Back from JSON."""
         return LogSpec(**{**plain, "features": tuple(plain["features"])})
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
     @property
     def drops_rare_items(self) -> bool:

@@ -19,6 +19,10 @@ from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.log import LogSpec, literal, quote
 from fuxi_torchrec.events.times import TimeUnit
 
+LOGS = (".parquet", ".csv", ".csv.gz", ".tsv")  # endings
+FILE, ROW = "__source_file", "__source_row"  # columns that a reader adds to the log's own
+RESERVED = ("user_id", "item", "timestamp", "target")  # columns of a dataset that no feature can be named like
+
 
 @dataclass(frozen=True)
 class Source:
@@ -37,59 +41,30 @@ class Source:
     rows_per_file: int = 0
 
 
-# endings of logs
-LOGS = (".parquet", ".csv", ".csv.gz", ".tsv")
-
-
 def read_files(files: Sequence[str], kind: str, options: str = "") -> str:
     """SQL table over files, whose names are names and no patterns, with the file's name as a column."""
     names = ", ".join(literal(glob.escape(name)) for name in files)
     return f"{kind}([{names}], filename = {literal(FILE)}{options})"
 
 
-def _parquet(files: Sequence[str], rows_per_file: int) -> str:
-    """Parquet files that number their rows, by file and by place in it: sorting needs no pass to do so."""
-    parts = [
-        f"SELECT * EXCLUDE (file_row_number), {n * rows_per_file} + file_row_number AS {ROW} "
-        f"FROM {read_files([name], 'read_parquet', ', file_row_number = true')}"
-        for n, name in enumerate(files)
-    ]
-    return f"({' UNION ALL BY NAME '.join(parts)})"
-
-
-# columns that a reader adds to the log's own
-FILE, ROW = "__source_file", "__source_row"
-# columns of a dataset that no feature can be named like
-RESERVED = ("user_id", "item", "timestamp", "target")
-
-
-def find_files(path: str, endings: Sequence[str]) -> list[str]:
-    """Files of a path: itself, those below a directory, or those of a glob; in sorted order."""
+def find_logs(path: str) -> list[str]:
+    """Files of a log, in sorted order: itself, those below a directory, or those of a glob; of one kind, none empty."""
     if os.path.isdir(path):
-        found = [str(p) for p in Path(path).rglob("*") if p.is_file() and p.name.endswith(tuple(endings))]
-        hint = f"no file ending in {', '.join(endings)} below it"
-    elif os.path.exists(path):
-        found, hint = [path], ""
+        found = [str(p) for p in Path(path).rglob("*") if p.is_file() and p.name.endswith(LOGS)]
+        if not found:
+            raise DataError(f"{path}: no file ending in {', '.join(LOGS)} below it")
     else:
-        found, hint = [name for name in glob.glob(path, recursive=True) if os.path.isfile(name)], "no such file"
-    if not found:
-        raise DataError(f"{path}: {hint}")
-    return sorted(found)
-
-
-def find_logs(path: str) -> tuple[list[str], Literal["parquet", "csv"]]:
-    """Files of a log, all of one kind and none empty."""
-    files = find_files(path, LOGS)
-    parquet = [name.endswith(".parquet") for name in files]
-    if any(parquet) and not all(parquet):
-        raise DataError(f"{path}: both Parquet and CSV files; name one kind with a glob")
-    tabs = [name.endswith(".tsv") for name in files]
-    if any(tabs) and not all(tabs):  # read together they would have one delimiter
-        raise DataError(f"{path}: both .csv and .tsv files; name one kind with a glob")
-    for name in files:
-        if os.path.getsize(name) == 0 and not any(parquet):
+        found = [path] if os.path.exists(path) else [p for p in glob.glob(path, recursive=True) if os.path.isfile(p)]
+        if not found:
+            raise DataError(f"{path}: no such file")
+    # read together, CSV files would have one delimiter
+    for ending, kinds in ((".parquet", "Parquet and CSV"), (".tsv", ".csv and .tsv")):
+        if 0 < sum(name.endswith(ending) for name in found) < len(found):
+            raise DataError(f"{path}: both {kinds} files; name one kind with a glob")
+    for name in sorted(found):
+        if os.path.getsize(name) == 0 and not name.endswith(".parquet"):
             raise DataError(f"{name}: the file is empty, not even a header")
-    return files, "parquet" if all(parquet) else "csv"
+    return sorted(found)
 
 
 def csv_options(files: Sequence[str], sample: int = -1) -> str:
@@ -98,30 +73,36 @@ def csv_options(files: Sequence[str], sample: int = -1) -> str:
     return f"header = true, union_by_name = true, sample_size = {sample}, delim = {literal(delimiter)}"
 
 
-def _most_rows(files: Sequence[str]) -> int:
-    """Rows of the longest of Parquet files, all of which can be read."""
-    most = 1
-    for name in files:
-        try:
-            most = max(most, pq.read_metadata(name).num_rows)
-        except Exception as error:
-            raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
-    return most
-
-
 def of_log(path: str, log: LogSpec) -> Source:
     """CSV or Parquet logs with the columns of a spec. Text columns of a CSV stay as they are written: 007 is not 7."""
-    files, kind = find_logs(path)
-    if kind == "csv":
-        text = [name for name, type_ in log.columns.items() if type_ == "VARCHAR"]
-        there = _header(files) if text else []
-        types = ", ".join(f"{literal(name)}: 'VARCHAR'" for name in text if name in there)
-        options = csv_options(files) + (f", types = {{{types}}}" if types else "")
-        return Source(tuple(files), read_files(files, "read_csv", f", {options}"), log)
-    most = _most_rows(files)
-    if any("file_row_number" in pq.read_schema(name).names for name in files):
+    files = find_logs(path)
+    if files[0].endswith(".parquet"):
+        return _of_parquet(files, log)
+    text = [name for name, type_ in log.columns.items() if type_ == "VARCHAR"]
+    there = _header(files) if text else []
+    types = ", ".join(f"{literal(name)}: 'VARCHAR'" for name in text if name in there)
+    options = csv_options(files) + (f", types = {{{types}}}" if types else "")
+    return Source(tuple(files), read_files(files, "read_csv", f", {options}"), log)
+
+
+def _of_parquet(files: list[str], log: LogSpec) -> Source:
+    """Parquet files number their rows, by file and by place in it, if they can: sorting needs no pass to do so."""
+    most, taken = 1, False
+    for name in files:
+        try:
+            metadata = pq.read_metadata(name)
+        except Exception as error:
+            raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
+        most = max(most, metadata.num_rows)
+        taken = taken or "file_row_number" in metadata.schema.to_arrow_schema().names
+    if taken:
         return Source(tuple(files), read_files(files, "read_parquet", ", union_by_name = true"), log)
-    return Source(tuple(files), _parquet(files, most), log, most)
+    parts = [
+        f"SELECT * EXCLUDE (file_row_number), {n * most} + file_row_number AS {ROW} "
+        f"FROM {read_files([name], 'read_parquet', ', file_row_number = true')}"
+        for n, name in enumerate(files)
+    ]
+    return Source(tuple(files), f"({' UNION ALL BY NAME '.join(parts)})", log, most)
 
 
 def _header(files: Sequence[str]) -> list[str]:
@@ -150,18 +131,13 @@ def events(
     """CSV or Parquet logs with named columns."""
     for name in event_features:
         if not name or "." in name or "/" in name:
-            raise DataError(
-                f"feature column {name!r}: a name with a dot or a slash cannot be that of a table: rename the column"
-            )
+            why = "a name with a dot or a slash cannot be that of a table: rename the column"
+            raise DataError(f"feature column {name!r}: {why}")
         if name in RESERVED or list(event_features).count(name) > 1:
-            raise DataError(
-                f"feature column {name} is named twice, or like one of the dataset's own: {', '.join(RESERVED)}"
-            )
+            why = f"named twice, or like one of the dataset's own: {', '.join(RESERVED)}"
+            raise DataError(f"feature column {name} is {why}")
     log = LogSpec(
-        *(quote(user_column), quote(item_column), quote(time_column)),
-        time_unit,
-        where=where,
-        target=target_expression,
+        *(quote(user_column), quote(item_column), quote(time_column), time_unit, where, target_expression),
         features=tuple(event_features),
         min_user_events=min_user_events,
         min_item_events=min_item_events,

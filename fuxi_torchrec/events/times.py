@@ -95,7 +95,7 @@ def parse_time(text: str, unit: str) -> int:
 
 
 def now(unit: str) -> int:
-    """The clock's time."""
+    """The clock's time, in the unit."""
     return time.time_ns() * PER_SECOND[unit] // 1_000_000_000
 
 

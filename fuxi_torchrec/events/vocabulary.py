@@ -15,18 +15,17 @@ from fuxi_torchrec.events.filesystem import resolve
 UNKNOWN = 0
 
 
-def read_values(path: str) -> pa.Array:
-    """Raw values of a feature of text, in the order of their indices, from 1."""
+def read_table(path: str, columns: list[str]) -> pa.Table:
+    """Columns of a vocabulary's Parquet file."""
     filesystem, inside = resolve(path)
     try:
-        table = pq.read_table(inside, columns=["value", "index"], filesystem=filesystem)
+        return pq.read_table(inside, columns=columns, filesystem=filesystem)
     except (OSError, pa.ArrowInvalid, KeyError) as error:
-        raise DataError(f"{inside}: not readable: {error}") from None
-    return table.sort_by("index")["value"].combine_chunks()
+        raise DataError(f"{path}: not a readable vocabulary: {error}") from None
 
 
 class Vocabulary:
-    """Items 1 .. n; index 0 is an item nobody knows.
+    """Items 1 .. n, as an ``items.parquet`` has them; index 0 is an unknown item.
 
     Args:
         raw: (n,) raw ids, integers or strings, in the order of their indices.
@@ -38,12 +37,7 @@ class Vocabulary:
 
     @staticmethod
     def read(path: str) -> "Vocabulary":
-        """From an ``items.parquet``."""
-        filesystem, inside = resolve(path)
-        try:
-            table = pq.read_table(inside, columns=["item_id", "index", "count"], filesystem=filesystem)
-        except (OSError, pa.ArrowInvalid, KeyError) as error:
-            raise DataError(f"{path}: not a readable vocabulary: {error}") from None
+        table = read_table(path, ["item_id", "index", "count"])
         index = table["index"].to_numpy()
         if not np.array_equal(index, np.arange(1, len(index) + 1)):
             raise DataError(f"{path}: indices must be 1, 2, 3, ... in order")

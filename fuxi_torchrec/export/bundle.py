@@ -40,12 +40,12 @@ ITEM_TABLE = "item_table"
 
 
 class ExportError(FuxiError, ValueError):
-    """An export that cannot be read, or not written as asked."""
+    """An export that cannot be read or written."""
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of an export."""
+    """A file as the manifest lists it."""
 
     size: int
     crc32: int
@@ -60,20 +60,15 @@ class Manifest:
         model_id: of these weights; states belong to exactly one.
         similarity, temperature: score = <q, e> / temperature, both of unit length for ``cosine``; embeddings in the
             export are scaled so that their inner product, over the temperature, is the score.
-        dimension: of the embeddings.
         log: how the events were read, and later ones are.
-        as_of: when the users were asked.
+        as_of: the users' request time.
         max_length: events encoded of a user, the latest.
         state_min_events: users with fewer have no state and are encoded again from their history.
         state_bytes: of a state record, its checksum included; 0 where an encoder's states grow: none are stored.
-        items, users, states: how many.
         item_id_type, user_id_type: ``int64`` or ``string``.
-        features: of events that the model reads.
         index: kind and measured recall of the FAISS index.
         dataset: fingerprint of the data it was made from.
-        run: step and name of the checkpoint it was made from.
-        rules: the rules of anchors, as_of and ties, in words.
-        files: every other file of the export.
+        rules: of anchors, as_of and ties, in words.
         parent: model_id and as_of of the export that a refresh began with, what was applied to it and who was forgotten
             (hashes, and until when); None for a full export.
     """
@@ -104,16 +99,13 @@ class Manifest:
 
     @property
     def time_unit(self) -> TimeUnit:
-        """Of every time."""
         return self.log.time_unit
 
     def to_json(self) -> str:
-        """As it is written."""
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
     @staticmethod
     def from_json(text: str, path: Path) -> "Manifest":
-        """Back from :meth:`to_json`."""
         try:
             plain = json.loads(text)
             if plain["version"] != VERSION:
@@ -148,18 +140,18 @@ class Bundle:
             ) from None
         manifest = Manifest.from_json(text, path / MANIFEST)
         for name, entry in manifest.files.items():
-            check_file(path / name, entry, contents=verify == "checksums")
+            _check_file(path / name, entry, contents=verify == "checksums")
         return Bundle(path, manifest)
 
     def parts(self, folder: str) -> list[Path]:
-        """The files of a folder, in order; a file is its own."""
+        """The files of a folder, in order; a file has itself."""
         return [self.path / name for name in sorted(self.manifest.files) if f"{name}/".startswith(folder + "/")]
 
-    def check(self, *folders: str) -> None:
-        """Refuse folders with a file whose contents are not as the manifest says."""
-        for folder in folders:
-            for path in self.parts(folder):
-                check_file(path, self.manifest.files[str(path.relative_to(self.path))], contents=True)
+    def check(self, *names: str) -> None:
+        """Refuse files, or folders with a file, whose contents are not as the manifest says."""
+        for name in names:
+            for path in self.parts(name):
+                _check_file(path, self.manifest.files[str(path.relative_to(self.path))], contents=True)
 
     def encoder(self) -> SequenceEncoder:
         """The encoder, ready to serve."""
@@ -176,18 +168,15 @@ class Bundle:
 
     def feature_rows(self) -> dict[str, int]:
         """How many rows the table of each feature has."""
-        if not self.manifest.features:
+        names = [feature.name for feature in self.manifest.features]
+        if not names:
             return {}
-        check_file(self.path / TABLES, self.manifest.files[TABLES], contents=True)
+        self.check(TABLES)
         with safe_open(self.path / TABLES, "pt") as file:
-            return {
-                feature.name: file.get_slice(f"feature_{feature.name}").get_shape()[0]
-                for feature in self.manifest.features
-            }
+            return {name: file.get_slice(f"feature_{name}").get_shape()[0] for name in names}
 
 
-def check_file(path: Path, entry: FileEntry, contents: bool) -> None:
-    """Refuse a file that is not as the manifest says."""
+def _check_file(path: Path, entry: FileEntry, contents: bool) -> None:
     if not path.exists():
         raise ExportError(f"{path} is missing: the export is damaged, export again")
     if path.stat().st_size != entry.size:
@@ -197,7 +186,7 @@ def check_file(path: Path, entry: FileEntry, contents: bool) -> None:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """A file as the manifest lists it."""
+    """Reads the file once."""
     return FileEntry(path.stat().st_size, crc32_of(path))
 
 

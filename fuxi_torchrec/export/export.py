@@ -1,11 +1,12 @@
 """A run's vectors, states and programs as files that need no TorchRec.
 
-Every process writes what it has: its rows of the tables, its items, its users. Only the FAISS index, the encoder and
-the programs are written by process 0, the index from the items' files.
+Every rank writes what it has: its rows of the tables, its items, its users. Only the FAISS index, the encoder and the
+programs are written by rank 0, the index from the items' files.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from fuxi_torchrec.export.bundle import (
     HISTORIES,
     INDEX,
     ITEMS,
-    MANIFEST,
     PROGRAMS,
     STATES,
     USERS,
@@ -48,7 +48,7 @@ INT8_INDEX = "index-int8.faiss"
 RULES = {
     "score": "inner product of embeddings, over the temperature; items with equal scores are in no particular order",
     "rank": "a target's rank in evaluation is 1 + the number of other items with a strictly higher score",
-    "as_of": "users are asked at as_of, which is not before any event that was encoded",
+    "as_of": "users are queried at as_of, which is not before any event that was encoded",
     "anchors": "a user's sequence is its last max_length events; anchor_time is the first one's time, anchor_count the "
     "number of events before it, events the number encoded",
     "states": "users with at least state_min_events encoded events have a state; state_row is -1 for others",
@@ -58,11 +58,11 @@ RULES = {
     "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
 }
 
-_AHEAD = 100  # years after the data's last event that users can be asked at
+_AHEAD = 100  # years after the data's last event; a later request time is implausible
 
 
 def choose_as_of(run: Loaded, options: ExportOptions) -> int:
-    """When users are asked; refused if it cannot be meant."""
+    """The users' request time; refused if it is implausible."""
     info = run.dataset.info
     if options.as_of is None:
         return info.last_time
@@ -73,9 +73,7 @@ def choose_as_of(run: Loaded, options: ExportOptions) -> int:
             if first <= as_of * PER_SECOND[unit] // per_second <= latest:
                 raise ExportError(f"--as-of {as_of} looks like {NAMES[other]}: the data's times are in {NAMES[unit]}")
         if as_of > latest:
-            raise ExportError(
-                f"--as-of {as_of} is over {_AHEAD} years after the data, whose times are in {NAMES[unit]}"
-            )
+            raise ExportError(f"--as-of {as_of} is over {_AHEAD} years after the data: times are in {NAMES[unit]}")
         raise ExportError(
             f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's first event, {first} "
             f"({show_time(first, unit)}): times are in {NAMES[unit]}"
@@ -83,37 +81,24 @@ def choose_as_of(run: Loaded, options: ExportOptions) -> int:
     if as_of < info.last_time and not options.truncate:
         raise ExportError(
             f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's last event, {info.last_time} "
-            f"({show_time(info.last_time, unit)}): a user is not asked before an event that is known. Give a "
+            f"({show_time(info.last_time, unit)}): a user is not queried before a known event. Give a "
             "later time, or leave later events out with --truncate"
         )
     return as_of
 
 
 def export(run: Loaded, output: str | Path, options: ExportOptions | None = None) -> Manifest:
-    """Write an export: a collective, all or nothing.
-
-    Args:
-        run: the model and the data.
-        output: a directory that does not exist, on storage that all processes share.
-        options: what to write.
+    """Write an export to a directory that does not exist, on storage that all ranks share: a collective, all or
+    nothing.
     """
     options, output = options or ExportOptions(), Path(output)
     with raise_on_all_ranks("preparing the export"):
         NewDirectory(output).check()
         as_of = choose_as_of(run, options)
-        if options.index:
-            _check_faiss()
+        if options.index and find_spec("faiss") is None:
+            raise ExportError("faiss is not installed: pip install fuxi_torchrec[serve], or leave it out: --no-index")
     with _aside(run, output) as directory:
         return _Exporter(run, directory, options, as_of).write()
-
-
-def _check_faiss() -> None:
-    try:
-        import faiss  # noqa: F401
-    except ImportError:
-        raise ExportError(
-            "faiss is not installed: pip install fuxi_torchrec[serve], or leave it out: --no-index"
-        ) from None
 
 
 @contextmanager
@@ -136,17 +121,18 @@ def _aside(run: Loaded, output: Path) -> Iterator[Path]:
 
 
 class _Exporter(ExportJob):
-    """Writes everything."""
-
     def write(self) -> Manifest:
-        """Everything; process 0 commits."""
+        """Every file, then the manifest."""
         write_tables(self)
         weights = model_id(self)
         items = write_items(self)
         run_on_rank_0(self.world, "writing other items", lambda: write_other_items(self))
         self._feature_values()
         users, states = export_users(self, weights)
-        index = self._index(items)
+        index = None
+        if self.options.index:
+            dist.barrier()  # the items of all ranks are there
+            index = run_on_rank_0(self.world, "building the index", lambda: self._build_index(items))
         if self.options.programs:
             self._programs()
         files = self._files()
@@ -167,7 +153,7 @@ class _Exporter(ExportJob):
             user_id_type=id_type(self.run.maker.reader.ids_of(np.zeros(0, np.int64)).type),
             log=info.log,
             features=self.features,
-            index=index,
+            index=index or {},
             dataset=info.fingerprint,
             run={
                 "name": self.run.directory.path.name,
@@ -184,12 +170,10 @@ class _Exporter(ExportJob):
 
     def _feature_values(self) -> None:
         """What text values of features stand for in the run's tables, so that new events can be understood."""
-        run, used = self.run, {feature.name for feature in self.features}
+        run = self.run
 
         def work() -> None:
-            for name in (
-                feature.name for feature in run.dataset.info.features if feature.vocabulary and feature.name in used
-            ):
+            for name in (feature.name for feature in self.features if feature.vocabulary):
                 dataset = own_dataset(run.config, run.info, run.dataset, name)
                 (self.directory / FEATURES).mkdir(exist_ok=True)
                 path = self.directory / FEATURES / f"{name}.parquet"
@@ -199,14 +183,8 @@ class _Exporter(ExportJob):
 
         run_on_rank_0(self.world, "writing features", work)
 
-    def _index(self, items: int) -> dict[str, Any]:
-        """FAISS's indices and what they find, from the files of all processes."""
-        if not self.options.index:
-            return {}
-        dist.barrier()
-        return run_on_rank_0(self.world, "building the index", lambda: self._build_index(items)) or {}
-
     def _build_index(self, items: int) -> dict[str, Any]:
+        """FAISS's indices and what they find, from the files of all ranks."""
         dim = self.run.config.model.dim
         paths, users = (sorted((self.directory / folder).glob("*.parquet")) for folder in (ITEMS, USERS))
         queries = indices.sample_queries(users, self.options.recall_users, dim)
@@ -240,15 +218,12 @@ class _Exporter(ExportJob):
         run_on_rank_0(self.world, "exporting programs", work)
 
     def _files(self) -> dict[str, FileEntry]:
-        """Sizes and checksums of all files, each process reading its own; their directories are on disk then."""
-        own: dict[str, FileEntry] = {}
+        """Sizes and checksums of all files, each rank reading its own; their directories are on disk then."""
+        own = self.read_files
         with raise_on_all_ranks("reading the export back"):
-            read = self.read_files
-            own = {name: read.get(name) or describe_file(self.directory / name) for name in self.own_files}
+            own |= {name: describe_file(self.directory / name) for name in self.own_files if name not in own}
             for folder in sorted({Path(name).parent for name in own}):
                 sync(self.directory / folder)
         everyone: list[dict[str, FileEntry]] = [{} for _ in range(self.world.size)]
         dist.all_gather_object(everyone, own)
-        found = {name: entry for part in everyone for name, entry in part.items()}
-        assert MANIFEST not in found
-        return dict(sorted(found.items()))
+        return dict(sorted(entry for part in everyone for entry in part.items()))

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -39,32 +39,29 @@ def build(paths: Sequence[Path], items: int, dim: int, exact_items: int) -> tupl
     """An index over items/, ids are dense indices; and what the manifest says of it."""
     import faiss
 
-    inner: Any
-    about: dict[str, Any] = {"kind": "flat"}
     if items <= exact_items:
-        inner = faiss.IndexFlatIP(dim)
-    else:
-        inner = faiss.IndexHNSWFlat(dim, _LINKS, faiss.METRIC_INNER_PRODUCT)
-        inner.hnsw.efConstruction, inner.hnsw.efSearch = _BUILD_EFFORT, _SEARCH_EFFORT
-        about = {"kind": "hnsw", "links": _LINKS, "build_effort": _BUILD_EFFORT, "search_effort": _SEARCH_EFFORT}
-    return _filled(faiss.IndexIDMap2(inner), paths), about
+        return _filled(faiss.IndexFlatIP(dim), paths), {"kind": "flat"}
+    graph = faiss.IndexHNSWFlat(dim, _LINKS, faiss.METRIC_INNER_PRODUCT)
+    graph.hnsw.efConstruction, graph.hnsw.efSearch = _BUILD_EFFORT, _SEARCH_EFFORT
+    about = {"kind": "hnsw", "links": _LINKS, "build_effort": _BUILD_EFFORT, "search_effort": _SEARCH_EFFORT}
+    return _filled(graph, paths), about
 
 
 def build_int8(paths: Sequence[Path], items: int, dim: int) -> Any:
-    """An index that holds a byte per number."""
+    """An index that holds a byte per element."""
     import faiss
 
     inner = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
     step = max(1, items // _TRAINING)
     inner.train(np.concatenate([np.zeros((0, dim), np.float32), *(v[::step] for v, _ in read_vectors(paths))]))
-    return _filled(faiss.IndexIDMap2(inner), paths)
+    return _filled(inner, paths)
 
 
-def _filled(index: Any, paths: Sequence[Path]) -> Any:
+def _filled(inner: Any, paths: Sequence[Path]) -> Any:
     import faiss
 
-    threads = faiss.omp_get_max_threads()
-    faiss.omp_set_num_threads(len(os.sched_getaffinity(0)))  # the other processes are waiting
+    index, threads = faiss.IndexIDMap2(inner), faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks are waiting
     try:
         for vectors, table in read_vectors(paths):
             index.add_with_ids(vectors, table["index"].to_numpy().astype(np.int64))
@@ -79,8 +76,7 @@ def tuned(index: Any, about: dict[str, Any], queries: Vectors, exact: Vectors, p
 
     found = recall(index, queries, exact, paths)
     if about["kind"] == "hnsw":
-        inner: Any = faiss.downcast_index(index.index)
-        graph = inner.hnsw
+        graph = cast(Any, faiss.downcast_index(index.index)).hnsw
         while found < _RECALL and graph.efSearch < _MOST_EFFORT:
             graph.efSearch *= 2
             found = recall(index, queries, exact, paths)
@@ -132,7 +128,6 @@ def recall(index: Any, queries: Vectors, exact: Vectors, paths: Sequence[Path]) 
         own = table["index"].to_numpy().astype(np.int64)
         place = np.minimum(np.searchsorted(own, ids), len(own) - 1)
         user, column = np.nonzero(own[place] == ids)
-        found = np.einsum("nd,nd->n", queries[user], vectors[place[user, column]])
-        scores[user, column] = found
+        scores[user, column] = np.einsum("nd,nd->n", queries[user], vectors[place[user, column]])
     slack = 1e-5 * np.abs(exact[:, -1:])
     return float((scores >= exact[:, -1:] - slack).mean())

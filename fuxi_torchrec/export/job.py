@@ -13,16 +13,11 @@ from fuxi_torchrec.export.options import ExportOptions
 
 
 class ExportJob:
-    """An export being written by all processes.
-
-    Args:
-        run: the model and the data.
-        directory: where files go.
-        options: what to write.
-        as_of: when users are asked.
+    """An export being written by all ranks.
 
     Attributes:
-        own_files: what this process wrote, by name.
+        first: whether this is rank 0.
+        own_files: what this rank wrote, by name.
         read_files: those of them that were read back already.
         record_bytes: of a user's state; 0 where none are stored.
         features: of events, in the model's order.
@@ -30,19 +25,14 @@ class ExportJob:
 
     def __init__(self, run: Loaded, directory: Path, options: ExportOptions, as_of: int) -> None:
         self.run, self.directory, self.options, self.as_of = run, directory, options, as_of
-        self.world, self.similarity = run.world, run.config.loss.similarity
+        self.world, self.first, self.similarity = run.world, run.world.rank == 0, run.config.loss.similarity
         self.own_files: list[str] = []
         self.read_files: dict[str, FileEntry] = {}
         self.record_bytes = run.encoder.state_bytes
-        pooling = {table.feature: table.pooling for table in run.tables.features}
         about = {feature.name: feature for feature in run.dataset.info.features}
-        rows = {table.feature: table.rows for table in run.tables.features}
-        self.features = tuple(replace(about[name], rows=rows[name], pooling=pooling[name]) for name in pooling)
-
-    @property
-    def first(self) -> bool:
-        """Whether this is process 0."""
-        return self.world.rank == 0
+        self.features = tuple(
+            replace(about[table.feature], rows=table.rows, pooling=table.pooling) for table in run.tables.features
+        )
 
 
 def plain_ids(ids: pa.Array) -> pa.Array:
@@ -51,12 +41,12 @@ def plain_ids(ids: pa.Array) -> pa.Array:
 
 
 def id_type(kind: pa.DataType) -> str:
-    """How the manifest calls a type of ids."""
+    """A type of ids in the manifest."""
     return "int64" if pa.types.is_integer(kind) else "string"
 
 
 def summed(count: int) -> int:
-    """Over all processes: a collective."""
+    """Over all ranks: a collective."""
     total = torch.tensor(count)
     dist.all_reduce(total)
     return int(total)

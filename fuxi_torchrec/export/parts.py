@@ -30,7 +30,7 @@ class Users:
     Attributes:
         ids: raw ids.
         embedding: (n, D) float32.
-        as_of: when they were asked.
+        as_of: the request time of the embedding.
         anchor_time, anchor_count: the first encoded event's time, and the events before it.
         events: encoded since the anchor.
         last_time: of the last event; 0 without events.
@@ -50,14 +50,14 @@ class Users:
         return len(self.ids)
 
     def select(self, rows: Ints) -> "Users":
-        """Some of them."""
         numbers = {name: getattr(self, name)[rows] for name in (EMBEDDING, *NUMBERS)}
         return replace(self, ids=self.ids.take(pa.array(rows)), **numbers)
 
-    def stack(self, other: "Users") -> "Users":
-        """These, then the others."""
-        numbers = {name: np.concatenate((getattr(self, name), getattr(other, name))) for name in (EMBEDDING, *NUMBERS)}
-        return replace(self, ids=pa.concat_arrays([self.ids, other.ids]), **numbers)
+    @staticmethod
+    def stack(parts: Sequence["Users"]) -> "Users":
+        """Several as one, in this order."""
+        numbers = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (EMBEDDING, *NUMBERS)}
+        return Users(pa.concat_arrays([part.ids for part in parts]), **numbers)
 
     @staticmethod
     def new(ids: pa.Array, dimension: int) -> "Users":
@@ -71,13 +71,12 @@ NUMBERS = tuple(field.name for field in fields(Users))[2:]
 
 
 def read_users(path: Path, numbers: Sequence[str] = NUMBERS, embedding: bool = True) -> Users:
-    """A part of users/; columns that are not asked for are empty."""
+    """A part of users/; columns that are not read are empty."""
     table = read_table(path, [USER, *([EMBEDDING] if embedding else []), *numbers])
     rows = len(table)
     columns = {name: np.zeros(0, np.int64) for name in NUMBERS}
     for name in numbers:
-        missing = NO_STATE if name == "state_row" else 0
-        columns[name] = pc.fill_null(table[name], missing).to_numpy().astype(np.int64)
+        columns[name] = pc.fill_null(table[name], NO_STATE if name == "state_row" else 0).to_numpy().astype(np.int64)
     vectors = np.zeros((0, 0), np.float32)
     if embedding:
         flat = pc.list_flatten(table[EMBEDDING]).to_numpy().astype(np.float32)
@@ -114,10 +113,10 @@ def histories_of(table: pa.Table, features: Sequence[Feature], where: str) -> Hi
 
 def write_histories(path: Path, users: pa.Array, histories: Histories) -> None:
     """A part of histories/, in row groups small enough to look up one user."""
-    group = np.maximum(histories.offsets[:-1] // GROUP_EVENTS, 0) * 2**32 + np.arange(len(users)) // GROUP_USERS
+    group = histories.offsets[:-1] // GROUP_EVENTS * 2**32 + np.arange(len(users)) // GROUP_USERS
     firsts = [*np.flatnonzero(np.diff(group, prepend=-1)).tolist(), len(users)]
-    columns = histories.to_arrow()
-    table = pa.table({USER: users, **{name: _plain_lists(column) for name, column in columns.items()}})
+    columns = {name: _plain_lists(column) for name, column in histories.to_arrow().items()}
+    table = pa.table({USER: users, **columns})
     with pq.ParquetWriter(path, table.schema) as writer:
         for begin, end in itertools.pairwise(firsts):
             writer.write_table(table.slice(begin, end - begin), row_group_size=max(1, end - begin))
@@ -130,10 +129,8 @@ def _plain_lists(column: pa.Array) -> pa.Array | pa.ChunkedArray:
     """One list type for all files, however many events there are."""
     if not pa.types.is_large_list(column.type):
         return column
-    pieces, step = [], max(1, len(column) // (len(column.values) // 2**30 + 1))
-    for begin in range(0, len(column), step):
-        pieces.append(column.slice(begin, step).cast(pa.list_(column.type.value_type)))
-    return pa.chunked_array(pieces)
+    kind, step = pa.list_(column.type.value_type), max(1, len(column) // (len(column.values) // 2**30 + 1))
+    return pa.chunked_array([column.slice(begin, step).cast(kind) for begin in range(0, len(column), step)])
 
 
 def read_table(path: Path, columns: Sequence[str]) -> pa.Table:
@@ -155,7 +152,7 @@ def combined(column: pa.ChunkedArray) -> pa.Array:
 
 
 def part_name(folder: str, number: int, ending: str = "parquet") -> str:
-    """The name of a part in the manifest."""
+    """A part's file, as the manifest names it."""
     return f"{folder}/part-{number:05d}.{ending}"
 
 

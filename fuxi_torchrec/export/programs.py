@@ -37,7 +37,6 @@ class Query(_Program):
         self.similarity = similarity
 
     def forward(self, state: tuple[Tensor, ...], request_times: Tensor) -> Tensor:
-        """See the class."""
         with torch.no_grad():
             return scaled(self.encoder.query_unchecked(self._like.from_flat(state), request_times), self.similarity)
 
@@ -46,7 +45,6 @@ class Append(_Program):
     """``(state, rows (B, D), times (B,)) -> state`` after one event more of every user."""
 
     def forward(self, state: tuple[Tensor, ...], rows: Tensor, times: Tensor) -> tuple[Tensor, ...]:
-        """See the class."""
         with torch.no_grad():
             return self.encoder.append_one(self._like.from_flat(state), rows, times).flat()
 

@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
@@ -31,21 +31,16 @@ class StateFile:
     """States of one model in one file. Made by :meth:`create` or :meth:`open`.
 
     Attributes:
-        path: where it is.
         model_id: of the weights the states belong to.
         record_bytes: of a state, without its checksum.
-        writable: whether it may be changed. One process writes at a time; nothing here locks.
+        slot_bytes: of a record in the file, its checksum included: ``state_bytes`` of the manifest.
+        writable: one process writes at a time; nothing here locks.
     """
 
     def __init__(self, path: Path, model_id: str, record_bytes: int, writable: bool) -> None:
         self.path, self.model_id, self.record_bytes, self.writable = path, model_id, record_bytes, writable
-        self._mapped: Any = None
-        self._map()
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of a record in the file, its checksum included: ``state_bytes`` of the manifest."""
-        return self.record_bytes + TRAILER_BYTES
+        self.slot_bytes = record_bytes + TRAILER_BYTES
+        self._mapped = self._map()
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -59,8 +54,6 @@ class StateFile:
         if record_bytes < 1:
             raise ValueError(f"record_bytes must be positive, not {record_bytes}")
         about = json.dumps({"version": VERSION, "model_id": model_id, "record_bytes": record_bytes}).encode()
-        if len(MAGIC) + len(about) > HEADER_BYTES:
-            raise ValueError(f"model_id must be short, not {len(model_id)} characters")
         try:
             with path.open("xb") as file:
                 file.write((MAGIC + about).ljust(HEADER_BYTES, b"\0"))
@@ -72,12 +65,7 @@ class StateFile:
     def open(
         path: str | Path, model_id: str | None = None, record_bytes: int | None = None, writable: bool = False
     ) -> "StateFile":
-        """An existing file; refused if it is not of this model, or its records are of another size.
-
-        Args:
-            model_id, record_bytes: what they must be; None takes whatever is there.
-            writable: to append and put.
-        """
+        """An existing file; refused if it is not of this model, or its records are of another size, where given."""
         path = Path(path)
         try:
             with path.open("rb") as file:
@@ -123,12 +111,16 @@ class StateFile:
         rows = np.arange(first, first + len(records))
         self._check(records, len(rows))
         if len(rows):
-            self._write(first, self._slots(records))
-            self._map()
+            try:  # a full disk is an error here; written through the mapping it would end the process
+                with self.path.open("r+b") as file:
+                    file.seek(HEADER_BYTES + first * self.slot_bytes)
+                    file.write(self._slots(records).data)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from None
+            self._mapped = self._map()
         return rows
 
     def put(self, rows: Sequence[int] | Ints | Tensor, records: Tensor) -> None:
-        """Replace records."""
         chosen = self._rows(rows)
         self._check(records, len(chosen))
         self._mapped[chosen] = self._slots(records)
@@ -150,24 +142,13 @@ class StateFile:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _map(self) -> None:
+    def _map(self) -> Bytes:
         """Map the whole records; what a stopped append left of one at the end is not counted."""
         records = (self.path.stat().st_size - HEADER_BYTES) // self.slot_bytes
         if records <= 0:  # nothing can be mapped
-            self._mapped = np.zeros((0, self.slot_bytes), np.uint8)
-            return
-        self._mapped = np.memmap(
-            self.path, np.uint8, "r+" if self.writable else "r", HEADER_BYTES, (records, self.slot_bytes)
-        )
-
-    def _write(self, first: int, slots: Bytes) -> None:
-        """Lengthen the file. A full disk is an error here; written through the mapping it would end the process."""
-        try:
-            with self.path.open("r+b") as file:
-                file.seek(HEADER_BYTES + first * self.slot_bytes)
-                file.write(slots.data)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+            return np.zeros((0, self.slot_bytes), np.uint8)
+        mode: Literal["r+", "r"] = "r+" if self.writable else "r"
+        return np.memmap(self.path, np.uint8, mode, HEADER_BYTES, (records, self.slot_bytes))
 
     def _slots(self, records: Tensor) -> Bytes:
         slots = np.zeros((len(records), self.slot_bytes), np.uint8)

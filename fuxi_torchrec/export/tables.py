@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import zlib
+from typing import cast
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,6 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
-from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import ENCODER, ITEM_TABLE, ITEMS, OTHER_ITEMS, TABLES, ExportError, FileEntry, scaled
 from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
 from fuxi_torchrec.export.parts import part_name
@@ -28,7 +28,7 @@ _ITEM_ROWS = 2**16  # of a row group of items
 
 
 def write_tables(job: ExportJob) -> None:
-    """All tables as one safetensors file, every process writing its own rows into it."""
+    """All tables as one safetensors file, every rank writing its own rows into it."""
     tables = {table.name: (table.rows, table.dim) for table in job.run.tables.all}
     header, begins, size = _safetensors_header(tables)
     path = job.directory / TABLES
@@ -54,7 +54,7 @@ def write_tables(job: ExportJob) -> None:
 
 
 def _own_rows(job: ExportJob) -> list[LocalPart]:
-    """Rows that this process writes: its own of divided tables, a share of those that every process holds."""
+    """Rows that this rank writes: its own of sharded tables, a share of those that every rank holds."""
     found = []
     for part in local_parts(job.run.model):
         (table,) = (table for table in job.run.tables.all if table.name == part.table)
@@ -67,7 +67,7 @@ def _own_rows(job: ExportJob) -> list[LocalPart]:
 
 
 def model_id(job: ExportJob) -> str:
-    """Of the weights themselves, so that the same weights have the same."""
+    """A hash of the weights."""
 
     def read() -> str:
         digest = hashlib.sha256(json.dumps(strict_yaml.to_dict(job.run.config)["model"]).encode())
@@ -80,34 +80,32 @@ def model_id(job: ExportJob) -> str:
             job.read_files[name] = FileEntry(size, crc)
         return digest.hexdigest()[:16]
 
-    found = [
-        run_on_rank_0(job.world, "reading the weights back", read)
-    ]  # all tables: it may take longer than a collective
+    found = [run_on_rank_0(job.world, "reading the weights back", read)]  # all tables: that may take long
     dist.broadcast_object_list(found, 0)
-    assert found[0] is not None
-    return found[0]
+    return cast(str, found[0])
 
 
 def write_items(job: ExportJob) -> int:
-    """Recommendable items of this process's rows; how many there are in all."""
+    """Recommendable items of this rank's rows; how many there are in all."""
     known, vocabulary, count = job.run.items.known, job.run.vocabulary, 0
     with raise_on_all_ranks("writing items"):
         (part,) = (part for part in _own_rows(job) if part.table == ITEM_TABLE)
         name = part_name(ITEMS, job.world.rank)
         dim = part.tensor.shape[1]
         ids = plain_ids(vocabulary.ids)
-        vector = pa.list_(pa.float32(), dim)
-        schema = pa.schema({"item_id": ids.type, "index": pa.int32(), "embedding": vector})
+        schema = pa.schema({"item_id": ids.type, "index": pa.int32(), "embedding": pa.list_(pa.float32(), dim)})
         with pq.ParquetWriter(job.directory / name, schema) as writer:
             for begin in range(0, len(part.tensor), _ITEM_ROWS):
                 rows = part.tensor[begin : begin + _ITEM_ROWS].detach()
                 index = np.arange(part.first_row + begin, part.first_row + begin + len(rows))
-                wanted = known[index]
-                index = index[wanted]
-                vectors = scaled(rows[torch.from_numpy(wanted)].float().cpu(), job.similarity)
+                index = index[known[index]]
+                chosen = torch.from_numpy(index - part.first_row - begin)
+                vectors = scaled(rows[chosen].float().cpu(), job.similarity)
                 if not vectors.isfinite().all():
                     raise ExportError(f"{job.run.checkpoint}: the item table holds values that are not finite")
-                writer.write_table(_item_table(schema, ids.take(pa.array(index - 1)), index, vectors))
+                embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.numpy().reshape(-1)), dim)
+                columns = [ids.take(pa.array(index - 1)), pa.array(index, pa.int32()), embedding]
+                writer.write_table(pa.table(columns, schema=schema))
                 count += len(index)
         sync(job.directory / name)
         job.own_files.append(name)
@@ -128,11 +126,6 @@ def write_other_items(job: ExportJob) -> None:
     pq.write_table(pa.table({"item_id": ids.filter(others)}), job.directory / OTHER_ITEMS)
     sync(job.directory / OTHER_ITEMS)
     job.own_files.append(OTHER_ITEMS)
-
-
-def _item_table(schema: pa.Schema, ids: pa.Array, index: Ints, vectors: torch.Tensor) -> pa.Table:
-    embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.numpy().reshape(-1)), vectors.shape[1])
-    return pa.table([ids, pa.array(index, pa.int32()), embedding], schema=schema)
 
 
 def _safetensors_header(tables: dict[str, tuple[int, int]]) -> tuple[bytes, dict[str, int], int]:

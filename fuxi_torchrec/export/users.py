@@ -1,4 +1,4 @@
-"""The users of an export: vectors, histories and states, every process its share."""
+"""The users of an export: vectors, histories and states, every rank its share."""
 
 import shutil
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
     _show_states(job, encoded)
     partition = run.users.partition(rows, encoded)
     plan = [_parts(batches, encoded, rows) for batches in partition.batches]
-    number = sum(max(each, default=-1) + 1 for each in plan[: job.world.rank])  # of this process's first part
+    number = sum(max(each, default=-1) + 1 for each in plan[: job.world.rank])  # of this rank's first part
     until = job.as_of if job.as_of < run.dataset.info.last_time else None
     own, progress, done, part = plan[job.world.rank], ProgressLines("encoded", len(rows), "users"), 0, None
     users = states = 0
@@ -44,14 +44,14 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
         with raise_on_all_ranks("writing users"):
             if step < len(own):
                 part = part or _Part(job, number + own[step], model_id)
-                asked = torch.full((len(batch),), job.as_of, device=run.model.device)
-                vectors = scaled(run.encoder.query(state, asked), job.similarity)
+                request_times = torch.full((len(batch),), job.as_of, device=run.model.device)
+                vectors = scaled(run.encoder.query(state, request_times), job.similarity)
                 if not vectors.isfinite().all():
                     raise ExportError(f"{run.checkpoint}: the encoder's outputs are not finite")
                 part.add(batch, before, vectors.cpu().numpy(), state)
                 if step + 1 == len(own) or own[step + 1] != own[step]:
-                    part.finish()
-                    users, states, part = users + part.users, states + part.states, None
+                    written, part = part.finish(), None
+                    users, states = users + len(written), states + int((written.state_row >= 0).sum())
         done += sum(len(batches[step]) for batches in partition.batches)
         progress.show(done)
     return summed(users), summed(states)
@@ -60,19 +60,13 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
 def _show_states(job: ExportJob, encoded: Ints) -> None:
     """Say how large the states will be, and refuse what does not fit."""
     if not job.record_bytes:
-        logger.info(
-            "no states: those of a %s encoder grow with the history, and are made from it", job.run.config.model.kind
-        )
+        kind = job.run.config.model.kind
+        logger.info("no states: those of a %s encoder grow with the history, and are made from it", kind)
         return
     least, size = job.options.state_min_events, job.record_bytes + TRAILER_BYTES
     count = int((encoded >= least).sum())
-    logger.info(
-        "states of %s users with at least %s events: %s MiB, %.1f KiB each",
-        f"{count:,}",
-        f"{least:,}",
-        f"{count * size / 2**20:,.1f}",
-        size / 2**10,
-    )
+    total = f"{count * size / 2**20:,.1f} MiB, {size / 2**10:.1f} KiB each"
+    logger.info("states of %s users with at least %s events: %s", f"{count:,}", f"{least:,}", total)
     with raise_on_all_ranks("looking for room on disk"):
         free = shutil.disk_usage(job.directory).free
         if count * size > free:
@@ -94,16 +88,7 @@ class _Part:
         self._users: list[Users] = []
         self._histories: list[Histories] = []
 
-    @property
-    def users(self) -> int:
-        return sum(map(len, self._users))
-
-    @property
-    def states(self) -> int:
-        return int(sum((users.state_row >= 0).sum() for users in self._users))
-
     def add(self, batch: EventBatch, before: Ints, vectors: NDArray[np.float32], state: Any) -> None:
-        """Users with their encoded events."""
         offsets = batch.offsets.numpy()
         ids = plain_ids(self.job.run.maker.reader.ids_of(batch.users.numpy()))
         users = Users.new(ids, vectors.shape[1])
@@ -118,23 +103,21 @@ class _Part:
         features = {feature.name: batch.features[feature.name] for feature in self.job.features}
         self._histories.append(Histories(offsets, batch.items.numpy(), times, features))
 
-    def finish(self) -> None:
-        """Write the files."""
+    def finish(self) -> Users:
         directory, number = self.job.directory, self.number
         if self.file is not None:
             self.file.close()
             sync(self.file.path)
             self.job.own_files.append(self.states_name)
-        users = self._users[0]
-        for more in self._users[1:]:
-            users = users.stack(more)
+        users = Users.stack(self._users)
         write_users(directory / part_name(USERS, number), users)
         write_histories(directory / part_name(HISTORIES, number), users.ids, Histories.stack(self._histories))
         self.job.own_files += [part_name(USERS, number), part_name(HISTORIES, number)]
+        return users
 
 
 def _parts(batches: Sequence[Ints], encoded: Ints, rows: Ints) -> list[int]:
-    """The part that each of a process's batches belongs to; batches without users, at the end, to none."""
+    """The part that each of a rank's batches belongs to; batches without users, at the end, to none."""
     found, part, users, events = [], 0, 0, 0
     for batch in batches:
         if not len(batch):

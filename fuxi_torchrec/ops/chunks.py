@@ -81,7 +81,6 @@ class Chunks:
 
     @cached_property
     def empty_slots(self) -> Tensor:
-        """The padding slots."""
         return torch.nonzero(~self.filled_NC.flatten()).flatten()
 
     def cut(self, x_THK: Tensor) -> Tensor:

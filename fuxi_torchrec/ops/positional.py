@@ -52,15 +52,14 @@ def positional(
     with_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``y_i = gain · Σ_{j≤i} (κ_i·κ_j) v_j + skip · v_i``, κ_i the table's row; and the state after the last event."""
-    y_TD, final_BKD = apply(_Positional, v_TD, table_RK, gain, skip, initial_BKD, chunks, positions, with_state)
-    return y_TD, final_BKD
+    return apply(_Positional, v_TD, table_RK, gain, skip, initial_BKD, chunks, positions, with_state)
 
 
 @without_autocast
 def positional_state(
     v_TD: Tensor, table_RK: Tensor, chunks: Chunks, positions: ChunkPositions, initial_BKD: Tensor
 ) -> Tensor:
-    """The state after each user's last event, where nobody asks for outputs. Not differentiable."""
+    """The state after each user's last event, where outputs are not needed. Not differentiable."""
     v_NCD = chunks.cut(at_least_float32(v_TD).unsqueeze(1)).squeeze(1)
     kernel_NCK = positions.spread(table_RK[positions.row_MC])
     return last_state(kernel_NCK.mT @ v_NCD, None, chunks, initial_BKD)

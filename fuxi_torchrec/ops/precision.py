@@ -18,14 +18,11 @@ def exactly(function: F) -> F:
     For the forward and backward of a ``torch.autograd.Function``, where autocast would reach the matrix products.
     """
 
+    exact = without_autocast(function)
+
     @wraps(function)
     def run(ctx: Any, *args: Any) -> Any:
-        args = tuple(at_least_float32(a) if isinstance(a, Tensor) else a for a in args)
-        device = next(a.device.type for a in args if isinstance(a, Tensor))
-        if not torch.is_autocast_enabled(device):  # switching off what is off takes longer than a small product
-            return function(ctx, *args)
-        with torch.autocast(device, enabled=False):
-            return function(ctx, *args)
+        return exact(ctx, *(at_least_float32(a) if isinstance(a, Tensor) else a for a in args))
 
     return run  # type: ignore[return-value]
 
@@ -65,7 +62,7 @@ def without_autocast(function: F) -> F:
     @wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(a.device.type for a in args if isinstance(a, Tensor))
-        if not torch.is_autocast_enabled(device):
+        if not torch.is_autocast_enabled(device):  # switching off what is off takes longer than a small product
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Retention, chunk by chunk: the decay depends on the distance between events only.
 
 Inside a chunk the definition, ``((QKᵀ) ⊙ D) V`` with one D for all chunks; across chunks the carried state. The
-backward pass keeps the states at chunk boundaries and computes everything inside a chunk again.
+backward pass keeps the states at chunk boundaries and recomputes everything inside a chunk.
 """
 
 from typing import Any
@@ -25,13 +25,12 @@ def retention(
     with_state: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """``y_i = Σ_{j≤i} λ^{i−j+lag} (q_i·k_j) v_j``, and the state after each user's last event."""
-    y_THV, final_BHKV = apply(_Retention, q_THK, k_THK, v_THV, log_decay_H, initial_BHKV, chunks, lag, with_state)
-    return y_THV, final_BHKV
+    return apply(_Retention, q_THK, k_THK, v_THV, log_decay_H, initial_BHKV, chunks, lag, with_state)
 
 
 @without_autocast
 def retention_state(k_THK: Tensor, v_THV: Tensor, log_decay_H: Tensor, chunks: Chunks, initial_BHKV: Tensor) -> Tensor:
-    """The state after each user's last event, where nobody asks for outputs. Not differentiable."""
+    """The state after each user's last event, where outputs are not needed. Not differentiable."""
     decays = _Decays(log_decay_H, chunks, lag=0)
     k_NHCK, v_NHCV = (chunks.cut(at_least_float32(x)) for x in (k_THK, v_THV))
     return last_state((k_NHCK * decays.key_NHC1).mT @ v_NHCV, decays.chunk_NH11, chunks, initial_BHKV)

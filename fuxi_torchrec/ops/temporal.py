@@ -21,10 +21,8 @@ STATE_DTYPE = torch.float64
 
 def phase_vectors(times: Tensor, periods_H: Tensor, dtype: torch.dtype) -> Tensor:
     """(cos φ_k(t), sin φ_k(t)) of int64 times, shape (*times.shape, H, 2); the modulus is taken in int64."""
-    angle = torch.remainder(times.unsqueeze(-1), periods_H).to(torch.float64) * (
-        2 * torch.pi / periods_H.to(torch.float64)
-    )
-    angle = angle.to(dtype)
+    theta_H = 2 * torch.pi / periods_H.to(torch.float64)
+    angle = (torch.remainder(times.unsqueeze(-1), periods_H).to(torch.float64) * theta_H).to(dtype)
     return torch.stack((angle.cos(), angle.sin()), dim=-1)
 
 
@@ -82,13 +80,12 @@ def temporal(
 
     Values, gains and skips are those of the 2H sub-heads: H sin heads, then H cos heads. The state is float64.
     """
-    y_TGV, final_BGKV = apply(_Temporal, v_TGV, log_decay_H, gain_G, skip_G, initial_BGKV, times, with_state)
-    return y_TGV, final_BGKV
+    return apply(_Temporal, v_TGV, log_decay_H, gain_G, skip_G, initial_BGKV, times, with_state)
 
 
 @without_autocast
 def temporal_state(v_TGV: Tensor, log_decay_H: Tensor, times: ChunkTimes, initial_BGKV: Tensor) -> Tensor:
-    """The state after each user's last event, where nobody asks for outputs. Not differentiable."""
+    """The state after each user's last event, where outputs are not needed. Not differentiable."""
     v_NGCV = times.chunks.cut(at_least_float32(v_TGV))
     key_NHCK = times.key_NHCK * _Decays.to_next(log_decay_H, times)
     across = _Decays.across(log_decay_H, times, STATE_DTYPE)

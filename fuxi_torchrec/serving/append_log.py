@@ -125,12 +125,7 @@ def with_old(directory: Path, content: LogContent, about: dict[str, Any]) -> Log
 
 
 def settled(records: Iterable[Record], kind: str = "forgotten") -> Iterator[Record]:
-    """The same in short: who was forgotten, then the events that are left.
-
-    Args:
-        records: of a log.
-        kind: of the record of those who were forgotten.
-    """
+    """The same in short: who was forgotten, a record of this kind, then the events that are left."""
     forgotten: dict[Any, None] = {}
     events: list[list[Any] | None] = []
     places: dict[Any, list[int]] = {}
@@ -160,6 +155,10 @@ class AppendLog:
     Args:
         directory: is made if need be.
         about: of the export, for a new log.
+
+    Attributes:
+        failed: why nothing can be appended any more; None if it can.
+        size: bytes written.
     """
 
     def __init__(self, directory: Path, about: dict[str, Any]) -> None:
@@ -171,7 +170,7 @@ class AppendLog:
             raise ExportError(
                 f"{directory}: another process is appending to this log: one Recommender at a time, or read_only=True"
             )
-        self._failed: str | None = None
+        self.failed: str | None = None
         self._file = -1
         try:
             for name in (LOG_FILE, OLD_FILE):  # of a start that was stopped
@@ -188,61 +187,47 @@ class AppendLog:
         except BaseException:
             self.close()
             raise
-        self._written = self._synced = self.content.end
+        self.size = self._synced = self.content.end
         self._sync_lock = threading.Lock()
-
-    @property
-    def failed(self) -> str | None:
-        """Why nothing can be appended any more; None if it can."""
-        return self._failed
-
-    @property
-    def size(self) -> int:
-        """Bytes written."""
-        return self._written
 
     def write(self, record: Record) -> int:
         """Add a record; one caller at a time. What is returned is for :meth:`sync`."""
-        if self._failed is not None:
-            raise ExportError(self._failed)
-        data = _packed(record)
-        done = 0
+        if self.failed is not None:
+            raise ExportError(self.failed)
+        data, done = _packed(record), 0
         try:
             while done < len(data):
-                done += os.pwrite(self._file, data[done:], self._written + done)
+                done += os.pwrite(self._file, data[done:], self.size + done)
         except OSError as error:
             with contextlib.suppress(OSError):  # a full disk: the part that was written is taken back
-                os.ftruncate(self._file, self._written)
+                os.ftruncate(self._file, self.size)
             raise ExportError(f"{self.path}: cannot be written, nothing was appended: {error.strerror}") from None
-        self._written += len(data)
-        return self._written
+        self.size += len(data)
+        return self.size
 
     def sync(self, position: int) -> None:
         """Wait until a record is on disk; callers that wait together share one fsync."""
         if self._synced >= position:
             return
         with self._sync_lock:
-            if self._failed is not None:
-                raise ExportError(self._failed)
+            if self.failed is not None:
+                raise ExportError(self.failed)
             if self._synced >= position:
                 return
-            reached = self._written
+            reached = self.size
             try:
                 os.fdatasync(self._file)
             except OSError as error:
-                self._failed = f"{self.path}: the disk failed ({error.strerror}); appending is over until a restart"
-                raise ExportError(self._failed) from None
+                self.failed = f"{self.path}: the disk failed ({error.strerror}); appending is over until a restart"
+                raise ExportError(self.failed) from None
             self._synced = reached
 
     def rewrite(self, about: dict[str, Any], records: Sequence[Record]) -> None:
         """Begin anew for an export; nothing of anybody who was forgotten stays on disk.
 
         The log until now becomes the one before; on the same export, the one before stays, without who was forgotten. A
-        stop at any moment loses nothing, and leaves nobody behind for good: the next start does it again.
-
-        Args:
-            about: of the export.
-            records: what it lacks, and who was forgotten.
+        stop at any moment loses nothing, and leaves nobody behind for good: the next start does it again. The records
+        are what the export lacks, and who was forgotten.
         """
         found, old = self.content, read_old(self.directory)
         newly = [user for record in found.records for user in record.get("forget", ())]
@@ -260,7 +245,7 @@ class AppendLog:
             self._write(LOG_FILE, about, settled(records))
         os.close(self._file)
         self._file = os.open(self.path, os.O_RDWR)
-        self._written = self._synced = os.fstat(self._file).st_size
+        self.size = self._synced = os.fstat(self._file).st_size
 
     def _write_old(self, before: LogContent | None) -> None:
         if before is None:

@@ -84,7 +84,6 @@ class Catalogue(Vocabulary):
     """Items with their vectors.
 
     Args:
-        bundle: the export.
         search: ``index`` uses index.faiss where that is an approximate one; ``exact`` scores every item. An exact index
             and ``exclude_seen`` are always searched by scoring every item, which is faster than FAISS's flat search.
     """
@@ -108,7 +107,6 @@ class Catalogue(Vocabulary):
 
         Args:
             vectors: (B, D) of users, as scores use them.
-            k: how many, at most as many as there are.
             seen: of each user, dense indices that are left out; None leaves nothing out.
         """
         k = min(k, len(self))
@@ -124,7 +122,12 @@ class Catalogue(Vocabulary):
         return places, scores / self.temperature
 
     def _exact(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Any, Ints]:
-        users, places = self._places(seen)
+        each = [np.unique(indices) if indices is not None else np.zeros(0, np.int64) for indices in seen]
+        users = np.repeat(np.arange(len(each)), [len(indices) for indices in each])
+        wanted = np.concatenate(each)
+        places = np.minimum(np.searchsorted(self.index, wanted), len(self) - 1)
+        known = self.index[places] == wanted
+        users, places = users[known], places[known]
         step = max(k, _SCORES // max(1, len(vectors)))
         best = torch.full((len(vectors), 0), -torch.inf)
         at = torch.zeros((len(vectors), 0), dtype=torch.int64)
@@ -138,15 +141,6 @@ class Catalogue(Vocabulary):
                 best, order = torch.topk(best, k, dim=1)
                 at = at.gather(1, order)
         return best.numpy(), at.numpy()
-
-    def _places(self, seen: Sequence[Ints | None]) -> tuple[Ints, Ints]:
-        """Pairs of user and place in ``ids``."""
-        each = [np.unique(indices) if indices is not None else np.zeros(0, np.int64) for indices in seen]
-        users = np.repeat(np.arange(len(each)), [len(indices) for indices in each])
-        wanted = np.concatenate(each) if each else np.zeros(0, np.int64)
-        places = np.minimum(np.searchsorted(self.index, wanted), len(self) - 1)
-        known = self.index[places] == wanted
-        return users[known], places[known]
 
 
 def _approximate_index(bundle: Bundle) -> Any:

@@ -1,5 +1,8 @@
 """An export's model: rows of events in, states and vectors out."""
 
+import itertools
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,23 +13,17 @@ from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
 
-AT_ONCE = 2**16  # events that are encoded in one call
+AT_ONCE, USERS_AT_ONCE = 2**16, 512  # events and users that are encoded in one call
 
 
 class UserModel:
-    """Encodes users as the export did; its tensors are for inference alone.
-
-    Args:
-        bundle: the export.
-    """
+    """Encodes users as the export did; its tensors are for inference alone."""
 
     def __init__(self, bundle: Bundle) -> None:
         self.manifest, self.encoder = bundle.manifest, bundle.encoder()
         tables = bundle.tables()
-        self.items, self.features = (
-            tables[ITEM_TABLE],
-            {s.name: tables[f"feature_{s.name}"] for s in self.manifest.features},
-        )
+        self.items = tables[ITEM_TABLE]
+        self.features = {feature.name: tables[f"feature_{feature.name}"] for feature in self.manifest.features}
         self.like = self.encoder.init_state(0)
 
     def rows(self, histories: Histories) -> Tensor:
@@ -57,14 +54,22 @@ class UserModel:
 
     def encode(self, histories: Histories) -> States:
         """States of whole histories, in calls of bounded size."""
-        if not len(histories):
-            return self.like
-        states, first = [], 0
-        for end in batches(histories.lengths):
-            part = histories.select(np.arange(first, end))
-            states.append(self.append(self.encoder.init_state(end - first), part))
-            first = end
-        return self.like.concatenate(states) if len(states) > 1 else states[0]
+        return self.concatenate(
+            [
+                self.append(self.encoder.init_state(end - begin), histories.select(np.arange(begin, end)))
+                for begin, end in batches(histories.lengths)
+            ]
+        )
+
+    def concatenate(self, states: Sequence[States]) -> States:
+        """Several as one; a single one is not copied."""
+        return states[0] if len(states) == 1 else self.like.concatenate([self.like, *states])
+
+    def assemble(self, pieces: Sequence[tuple[Sequence[int], States]]) -> States:
+        """States of users from pieces, each with the places of its users among them all."""
+        places = [place for those, _ in pieces for place in those]
+        state = self.concatenate([state for those, state in pieces if those])
+        return state if places == sorted(places) else state.select(np.argsort(places).tolist())
 
     @torch.inference_mode()
     def vectors(self, state: States, times: Ints) -> Tensor:
@@ -72,14 +77,14 @@ class UserModel:
         return scaled(self.encoder.query(state, torch.from_numpy(times)), self.manifest.similarity)
 
     def read(self, records: Tensor) -> States:
-        """States of their bytes."""
+        """States from stored records."""
         assert isinstance(self.like, EncoderState)  # others are not stored
         return EncoderState.from_bytes(records, self.like)
 
 
-def batches(cost: Ints, users: int = 512) -> list[int]:
-    """Ends of consecutive batches of about AT_ONCE events and at most so many users."""
-    return batch_ends(cost, AT_ONCE, users)
+def batches(cost: Ints) -> Iterator[tuple[int, int]]:
+    """Begin and end of consecutive batches of about AT_ONCE events and at most USERS_AT_ONCE users."""
+    return itertools.pairwise([0, *batch_ends(cost, AT_ONCE, USERS_AT_ONCE)])
 
 
 def _lookup(table: Tensor, index: Ints, what: str) -> Tensor:

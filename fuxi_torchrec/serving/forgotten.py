@@ -21,52 +21,41 @@ from fuxi_torchrec.serving.append_log import LogContent
 KEY = "forgotten"  # of the manifest's parent; exports before this was kept have none
 
 
-def hashed(user: int | str) -> str:
-    """An id as the manifest has it."""
+def _hashed(user: int | str) -> str:
     return hashlib.sha256(json.dumps(user).encode()).hexdigest()[:32]
 
 
 class Forgotten:
-    """Who was forgotten, and until when.
-
-    Args:
-        until: of each hashed id, the time of the last event that does not count.
-    """
+    """Who was forgotten: of each hashed id, the time until which events do not count."""
 
     def __init__(self, until: dict[str, int]) -> None:
         self.until = until
 
     @staticmethod
     def of(manifest: Manifest) -> "Forgotten":
-        """Those of an export."""
         return Forgotten(dict((manifest.parent or {}).get(KEY, {})))
 
     def and_these(self, users: Iterable[int | str], until: int) -> "Forgotten":
-        """The same and more."""
-        new = {hashed(user): until for user in users}
-        return Forgotten({**self.until, **{user: max(time, self.until.get(user, 0)) for user, time in new.items()}})
+        new = {name: max(until, self.until.get(name, 0)) for name in map(_hashed, users)}
+        return Forgotten({**self.until, **new})
 
     def counts(self, users: pa.Array, histories: Histories) -> NDArray[np.bool_]:
         """Which events, user after user, are not forgotten."""
         if not self.until:
             return np.ones(len(histories.times), bool)
-        until = np.array([self.until.get(hashed(user), -1) for user in users.to_pylist()], np.int64)
+        until = np.array([self.until.get(_hashed(user), -1) for user in users.to_pylist()], np.int64)
         return histories.times > np.repeat(until, histories.lengths)
 
     def out_of(self, content: LogContent) -> LogContent:
         """A log of another export without what this one forgot, and with a word of it."""
         if not self.until:
             return content
-        users = {event[0] for record in content.records for event in _events(record)}
-        until = {user: self.until[name] for user in users if (name := hashed(user)) in self.until}
+        users = {event[0] for record in content.records for event in record.get("events", ())}
+        until = {user: self.until[name] for user in users if (name := _hashed(user)) in self.until}
         gone, records = dict[Any, None](), []
         for record in content.records:
-            old = [event[2] <= until.get(event[0], -1) for event in _events(record)]
-            gone.update((event[0], None) for event, is_old in zip(_events(record), old, strict=True) if is_old)
-            kept = [event for event, is_old in zip(_events(record), old, strict=True) if not is_old]
+            events = record.get("events", [])
+            kept = [event for event in events if event[2] > until.get(event[0], -1)]
+            gone.update((event[0], None) for event in events if event[2] <= until.get(event[0], -1))
             records.append({**record, "events": kept})
         return dataclasses.replace(content, records=[{"forgotten": list(gone)}, *records]) if gone else content
-
-
-def _events(record: dict[str, list[Any]]) -> list[Any]:
-    return record.get("events", [])

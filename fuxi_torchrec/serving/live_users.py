@@ -3,7 +3,7 @@
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,21 +16,12 @@ from fuxi_torchrec.serving.requests import Event, UserId
 from fuxi_torchrec.serving.stored import StoredUsers
 
 
+@dataclass(slots=True)
 class _Recent:
-    """What a user did since the export; only ever grows."""
+    """What a user did since the export, with dense indices of the items; only ever grows."""
 
-    __slots__ = ("items", "raw")
-
-    def __init__(self) -> None:
-        self.raw: list[Event] = []
-        self.items: list[int] = []
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def add(self, event: Event, item: int) -> None:
-        self.raw.append(event)
-        self.items.append(item)
+    raw: list[Event] = field(default_factory=list)
+    items: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -48,7 +39,7 @@ class Snapshot:
     user_id: UserId
     generation: int
     stored: int | None
-    recent: _Recent | None
+    recent: _Recent
     count: int
     cached: States | None
     applied: int
@@ -60,9 +51,6 @@ class LiveUsers:
     Methods marked as needing the lock are called while :attr:`lock` is held; the others take it themselves.
 
     Args:
-        model: encodes.
-        stored: the export's users.
-        features: the features of an event.
         feature_values: index of every text, for features of text.
         cache_bytes: of states kept in memory, at least one.
     """
@@ -71,7 +59,6 @@ class LiveUsers:
         self,
         model: UserModel,
         stored: StoredUsers,
-        features: Sequence[Feature],
         feature_values: dict[str, dict[str, int]],
         cache_bytes: int,
     ) -> None:
@@ -80,13 +67,13 @@ class LiveUsers:
         self.recent: dict[UserId, _Recent] = {}
         self.recent_events = 0
         self.forgotten: dict[UserId, int] = {}  # user to how often
-        self._model, self._features, self._feature_values = model, features, feature_values
+        self._model, self._features, self._feature_values = model, stored.manifest.features, feature_values
         self._cache: OrderedDict[UserId, _Cached] = OrderedDict()
         self._held = 0  # bytes of the states in it
 
     @property
     def cached(self) -> int:
-        """How many states are in memory."""
+        """States in memory."""
         return len(self._cache)
 
     def stored_row(self, user: UserId) -> int | None:
@@ -118,18 +105,20 @@ class LiveUsers:
 
     def add(self, event: Event, item: int) -> None:
         """An accepted event; needs the lock."""
-        self.recent.setdefault(event.user_id, _Recent()).add(event, item)
+        recent = self.recent.setdefault(event.user_id, _Recent())
+        recent.raw.append(event)
+        recent.items.append(item)
         self.recent_events += 1
 
     def waiting(self, user: UserId) -> int:
         """Events of a user that no state in memory has; needs the lock."""
         cached = self._cache.get(user)
-        return len(self.recent[user]) - (cached.applied if cached is not None else 0)
+        return len(self.recent[user].items) - (cached.applied if cached is not None else 0)
 
     def forget(self, user: UserId) -> None:
         """From now on the user is unknown; needs the lock."""
         self.forgotten[user] = self.forgotten.get(user, 0) + 1
-        self.recent_events -= len(self.recent.pop(user, ()))
+        self.recent_events -= len(self.recent.pop(user, _Recent()).items)
         if (cached := self._cache.pop(user, None)) is not None:
             self._held -= cached.state.nbytes
 
@@ -153,20 +142,12 @@ class LiveUsers:
         snapshots = []
         with self.lock:
             for user in users:
-                recent, cached = self.recent.get(user), self._cache.get(user)
-                if cached is not None:
+                recent, state, applied = self.recent.get(user, _Recent()), None, 0
+                if (cached := self._cache.get(user)) is not None:
                     self._cache.move_to_end(user)
-                snapshots.append(
-                    Snapshot(
-                        user,
-                        self.forgotten.get(user, 0),
-                        self.stored_row(user),
-                        recent,
-                        len(recent) if recent is not None else 0,
-                        cached.state if cached is not None else None,
-                        cached.applied if cached is not None else 0,
-                    )
-                )
+                    state, applied = cached.state, cached.applied
+                generation, stored = self.forgotten.get(user, 0), self.stored_row(user)
+                snapshots.append(Snapshot(user, generation, stored, recent, len(recent.items), state, applied))
         return snapshots
 
     def states(self, snapshots: Sequence[Snapshot]) -> States:
@@ -174,14 +155,12 @@ class LiveUsers:
 
         A state is a function of a user's events alone: whoever computes it may keep it for the others.
         """
-        if not snapshots:
-            return self._model.like
         waiting = [snapshot.count - snapshot.applied for snapshot in snapshots]
-        parts, first = [], 0
-        for end in batches(np.array(waiting, np.int64)):
-            parts.append(self._states_of(snapshots[first:end], waiting[first:end]))
-            first = end
-        state = self._model.like.concatenate(parts) if len(parts) > 1 else parts[0]
+        parts = [
+            self._states_of(snapshots[begin:end], waiting[begin:end])
+            for begin, end in batches(np.array(waiting, np.int64))
+        ]
+        state = self._model.concatenate(parts)
         self._keep(snapshots, state, waiting)
         return state
 
@@ -191,34 +170,23 @@ class LiveUsers:
             return state
         items, events = list[int](), list[Event]()
         for snapshot in snapshots:
-            if snapshot.recent is not None:
-                items += snapshot.recent.items[snapshot.applied : snapshot.count]
-                events += snapshot.recent.raw[snapshot.applied : snapshot.count]
+            items += snapshot.recent.items[snapshot.applied : snapshot.count]
+            events += snapshot.recent.raw[snapshot.applied : snapshot.count]
         return self._model.append(state, self.history(items, events, waiting))
 
     def _bases(self, snapshots: Sequence[Snapshot]) -> States:
         """From the cache, the export, or nothing."""
-        kinds: dict[str, list[int]] = {"cached": [], "stored": [], "new": []}
-        for n, snapshot in enumerate(snapshots):
-            kind = "cached" if snapshot.cached is not None else "new" if snapshot.stored is None else "stored"
-            kinds[kind].append(n)
-        parts = [one.cached for one in snapshots if one.cached is not None]
-        if kinds["stored"]:
-            rows = [row for n in kinds["stored"] if (row := snapshots[n].stored) is not None]
-            parts.append(self.stored.states(np.array(rows, np.int64)))
-        if kinds["new"]:
-            parts.append(self._model.encoder.init_state(len(kinds["new"])))
-        state = self._model.like.concatenate(parts) if len(parts) > 1 else parts[0]
-        order = [*kinds["cached"], *kinds["stored"], *kinds["new"]]
-        if order == list(range(len(order))):
-            return state
-        return state.select(np.argsort(order).tolist())
+        pieces = [([n], one.cached) for n, one in enumerate(snapshots) if one.cached is not None]
+        rest = [n for n, one in enumerate(snapshots) if one.cached is None]
+        rows = {n: row for n in rest if (row := snapshots[n].stored) is not None}
+        if rows:
+            pieces.append((list(rows), self.stored.states(np.array(list(rows.values()), np.int64))))
+        new = [n for n in rest if n not in rows]
+        return self._model.assemble([*pieces, (new, self._model.encoder.init_state(len(new)))])
 
     def _keep(self, snapshots: Sequence[Snapshot], state: States, waiting: Sequence[int]) -> None:
         changed = [
-            n
-            for n, snapshot in enumerate(snapshots)
-            if waiting[n] or (snapshot.cached is None and snapshot.stored is not None)
+            n for n, one in enumerate(snapshots) if waiting[n] or (one.cached is None and one.stored is not None)
         ]
         singles, size = dict[int, States](), 0
         for n in reversed(changed):  # no more than there is room for
@@ -228,14 +196,13 @@ class LiveUsers:
             size += singles[n].nbytes
         with self.lock:
             for n, single in reversed(singles.items()):
-                snapshot = snapshots[n]
-                user = snapshot.user_id
-                if self.forgotten.get(user, 0) != snapshot.generation:
+                user, count = snapshots[n].user_id, snapshots[n].count
+                if self.forgotten.get(user, 0) != snapshots[n].generation:
                     continue  # forgotten meanwhile
                 cached = self._cache.get(user)
-                if cached is None or cached.applied < snapshot.count:
+                if cached is None or cached.applied < count:
                     self._held += single.nbytes - (cached.state.nbytes if cached is not None else 0)
-                    self._cache[user] = _Cached(single, snapshot.count)
+                    self._cache[user] = _Cached(single, count)
                     self._cache.move_to_end(user)
             while self._held > self.cache_bytes and len(self._cache) > 1:
                 _, oldest = self._cache.popitem(last=False)
@@ -244,19 +211,16 @@ class LiveUsers:
     def history(self, items: Sequence[int], events: Sequence[Event], lengths: Sequence[int]) -> Histories:
         """Events, user after user, as the model takes them."""
         times = np.array([event.timestamp for event in events], np.int64)
-        features = {
-            feature.name: _feature_column(
-                feature, events, self._feature_values.get(feature.name), len(self._model.features[feature.name])
-            )
-            for feature in self._features
-        }
+        features = {}
+        for feature in self._features:
+            texts, rows = self._feature_values.get(feature.name), len(self._model.features[feature.name])
+            features[feature.name] = _feature_column(feature, events, texts, rows)
         return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, features)
 
     def seen(self, snapshot: Snapshot) -> Ints:
         """Dense indices of everything in a user's history."""
         stored = self.stored.items(snapshot.stored) if snapshot.stored is not None else np.zeros(0, np.int64)
-        recent = snapshot.recent.items[: snapshot.count] if snapshot.recent is not None else []
-        return np.concatenate((stored, np.array(recent, np.int64)))
+        return np.concatenate((stored, np.array(snapshot.recent.items[: snapshot.count], np.int64)))
 
 
 def _feature_column(feature: Feature, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:

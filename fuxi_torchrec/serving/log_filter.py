@@ -20,17 +20,15 @@ class LogFilter:
     What it reads of a log is the event's own user, item, time and features; all other columns come with the event. An
     event may have more columns than that.
 
-    Args:
-        log: of an export; it has a condition.
-
     Attributes:
         columns: names and DuckDB's types of the other columns.
     """
 
     def __init__(self, log: LogSpec) -> None:
-        self.log = log
+        self.log, self._reason = log, f"events are those where {log.where}"
         plain = {"user_id": log.user, "item_id": log.item, "timestamp": log.time}
-        self._own = {names[0]: ours for ours, each in plain.items() if _is_column(each, names := columns_of(each))}
+        read_by = {ours: columns_of(expression) for ours, expression in plain.items()}
+        self._own = {names[0]: ours for ours, names in read_by.items() if _is_column(plain[ours], names)}
         read = log.read_by_where()
         self.columns = {name: log.columns[name] for name in read if name not in (*self._own, *log.features)}
         self._features = [name for name in read if name in log.features and name not in self._own]
@@ -52,15 +50,12 @@ class LogFilter:
             given = event.columns or {}
             for name, kind in self.columns.items():
                 if name not in given:
-                    raise ValueError(f"event {n}: column {name!r} is missing: {self._reason()}")
+                    raise ValueError(f"event {n}: column {name!r} is missing: {self._reason}")
                 if given[name] is not None and not self._fits(given[name], kind):
                     raise ValueError(f"event {n}: column {name!r} must be {kind}, not {given[name]!r}")
             for name in self._features:
                 if name not in (event.features or {}):
-                    raise ValueError(f"event {n}: feature {name!r} is missing: {self._reason()}")
-
-    def _reason(self) -> str:
-        return f"events are those where {self.log.where}"
+                    raise ValueError(f"event {n}: feature {name!r} is missing: {self._reason}")
 
     def _fits(self, value: Any, kind: str) -> bool:
         if kind in _PYTHON:
@@ -74,19 +69,15 @@ class LogFilter:
         """Of checked events, in one query."""
         if not events:
             return []
-        given = pa.table(
-            {"row": range(len(events))}
-            | {
-                f"column_{n}": pa.array([self._value(e, name) for e in events], pa.string())
-                for n, name in enumerate(self._read)
-            }
-        )
+        texts = [pa.array([self._value(event, name) for event in events], pa.string()) for name in self._read]
+        columns = {f"column_{n}": text for n, text in enumerate(texts)}
+        given = pa.table({"row": range(len(events)), **columns})
         with self._connection.cursor() as cursor:
             cursor.register("given", given)
             try:
                 return [row[0] for row in cursor.execute(self._query).fetchall()]
             except duckdb.Error as error:
-                raise ValueError(f"{self._reason()}: {str(error).split(chr(10))[0]}") from None
+                raise ValueError(f"{self._reason}: {str(error).split(chr(10))[0]}") from None
 
     def _value(self, event: Event, name: str) -> str | None:
         if name in self._own:

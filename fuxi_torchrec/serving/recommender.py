@@ -1,5 +1,6 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +37,7 @@ from fuxi_torchrec.serving.stored import StoredUsers
 
 logger = get_logger(__name__)
 
-_EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is asked for
+_EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is queried
 
 
 class Recommender:
@@ -47,21 +48,17 @@ class Recommender:
     """
 
     def __init__(
-        self,
-        bundle: Bundle,
-        log: AppendLog | None,
-        content: LogContent | None,
-        options: RecommenderOptions,
+        self, bundle: Bundle, log: AppendLog | None, content: LogContent | None, options: RecommenderOptions
     ) -> None:
         self.bundle, self.manifest = bundle, bundle.manifest
         self._model = UserModel(bundle)
         self._catalogue = Catalogue(bundle, options.search)
         texts = feature_values(bundle)
-        self._rows = {name: len(table) for name, table in self._model.features.items() if name not in texts}
-        self._checks = Checks(self.manifest, self._rows)
+        # how many values each numeric feature has
+        self.feature_rows = {name: len(table) for name, table in self._model.features.items() if name not in texts}
+        self._checks = Checks(self.manifest, self.feature_rows)
         self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
-        stored = StoredUsers(bundle, self._model)
-        self.users = LiveUsers(self._model, stored, self.manifest.features, texts, options.cache_mib << 20)
+        self.users = LiveUsers(self._model, StoredUsers(bundle, self._model), texts, options.cache_mib << 20)
         self.max_recent_events = options.max_recent_events
         self._log = log
         if content is not None:
@@ -83,18 +80,14 @@ class Recommender:
 
         Args:
             path: the export; it is never changed.
-            log_dir: where appended events are kept; the export's path and ``.log`` by default.
-            verify: ``checksums`` reads every file once.
-            cache_mib: memory for states of recent users; others are read or encoded again when asked for.
-            search: ``index`` uses an approximate FAISS index if there is one, ``exact`` scores every item.
-            max_recent_events: events since the export, all of them in memory; more are not taken. Those of the log are
-                replayed however many there are.
+            log_dir, verify, cache_mib, search, max_recent_events: see :class:`RecommenderOptions`. Events of the log
+                are replayed however many there are.
             read_only: replay a log that another process may be writing; nothing can be appended.
             warm_up: answer once, so that the first caller does not wait for libraries.
         """
-        path = Path(path)
+        path = Path(path).absolute()
         bundle = Bundle.open(path, verify)
-        directory = Path(log_dir) if log_dir is not None else path.absolute().with_name(path.absolute().name + ".log")
+        directory = Path(log_dir) if log_dir is not None else path.with_name(path.name + ".log")
         log, content, about = None, None, about_of(bundle.manifest)
         if not read_only:
             log = AppendLog(directory, about)
@@ -130,7 +123,7 @@ class Recommender:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # --- asking ------------------------------------------------------------------------------------------------------
+    # --- recommending ------------------------------------------------------------------------------------------------
 
     def recommend(
         self, user_ids: Sequence[UserId], time: int | Sequence[int], k: int = 10, exclude_seen: bool = False
@@ -140,7 +133,6 @@ class Recommender:
         Args:
             user_ids: raw ids; an unknown user is served as new.
             time: of the request, one for all or one each.
-            k: how many items.
             exclude_seen: leave out the items of the user's history, as far as it was encoded.
         """
         user_ids = plain(user_ids)
@@ -190,18 +182,16 @@ class Recommender:
             items: raw ids; unknown ones count as "an item I do not know", unless the dataset leaves rare items out.
             timestamps: rising, in the export's unit.
             time: of the request.
-            features: features, a dictionary per event.
+            features: a dictionary per event.
             columns: what the condition of the dataset's log reads, a dictionary per event; without it all events count.
         """
         events = make_events(None, items, timestamps, features, columns)
         return self.answer_history(events, Request("", time, k, exclude_seen), select=columns is not None)
 
     def answer_history(self, events: Sequence[Event], request: Request, select: bool = False) -> Answer:
-        """The same for events, whose users and the request's do not matter.
+        """The same for events by time, whose users and the request's do not matter.
 
         Args:
-            events: by time.
-            request: of the answer.
             select: leave out what the condition of the dataset's log leaves out, see :meth:`select`.
         """
         self._checks.events(events, anonymous=True)
@@ -226,10 +216,9 @@ class Recommender:
         counts, last = state.count.tolist(), state.last_time.tolist()
         answers = []
         for n, request in enumerate(requests):
-            if counts[n]:
-                found = places[n, : request.k][places[n, : request.k] >= 0]
-                values = scores[n, : len(found)].tolist()
-            else:  # every item scores 0: the first ones, which are the most frequent
+            found = places[n, : request.k][places[n, : request.k] >= 0]
+            values = scores[n, : len(found)].tolist()
+            if not counts[n]:  # every item scores 0: the first ones, which are the most frequent
                 found = np.arange(min(request.k, len(self._catalogue)))
                 values = [0.0] * len(found)
             answers.append(
@@ -251,7 +240,7 @@ class Recommender:
         """Answer once for nobody."""
         self.recommend_history([self._catalogue.ids[0].as_py()] * 2, [self.manifest.as_of] * 2, self.manifest.as_of, 1)
 
-    # --- telling -----------------------------------------------------------------------------------------------------
+    # --- appending ---------------------------------------------------------------------------------------------------
 
     def append(
         self,
@@ -268,7 +257,7 @@ class Recommender:
         condition leaves out. An ExportError when there are ``max_recent_events``: an export that has them is needed.
 
         Args:
-            features: features, a dictionary per event.
+            features: a dictionary per event.
             columns: what the condition of the dataset's log reads beside them, a dictionary per event.
         """
         return self.append_events([make_events(user_ids, items, timestamps, features, columns)])[0]
@@ -281,48 +270,47 @@ class Recommender:
         return [replace(event, columns=None) if event.columns else event for event in events]
 
     def append_events(self, groups: Sequence[Sequence[Event]], checked: bool = False) -> list[Appended]:
-        """The same for several callers at once, with one write and one wait for the disk.
+        """The same for the events of several callers, with one write and one wait for the disk.
 
         Args:
-            groups: events of each caller.
             checked: the callers have made sure that every event can be appended, and :meth:`select`-ed them.
         """
-        log = self._writable()
-        given = [len(group) for group in groups]
+        log, counts = self._writable(), list[Counter[str]]()
+        found = list[tuple[Counter[str], Event, int]]()
         if not checked:
             self._checks.events([event for group in groups for event in group])
-            groups = [self.select(group) for group in groups]
-        found = [self._catalogue.find_few([event.item_id for event in group]) for group in groups]
-        pairs = [
-            [(event, index) for event, index in zip(group, there, strict=True) if index != LEFT_OUT]
-            for group, there in zip(groups, found, strict=True)
-        ]
-        events = [event for group in pairs for event, _ in group]
-        indices = [index for group in pairs for _, index in group]
+        for group in groups:
+            selected = group if checked else self.select(group)
+            count = Counter(filtered=len(group) - len(selected))
+            counts.append(count)
+            items = self._catalogue.find_few([event.item_id for event in selected])
+            count["rare_items"], count["unknown_items"] = items.count(LEFT_OUT), items.count(UNKNOWN)
+            pairs = zip(selected, items, strict=True)
+            found += [(count, event, item) for event, item in pairs if item != LEFT_OUT]
         crowded = set[UserId]()
         with self.users.lock:
-            accepted = self.users.accepted(events)
-            kept = [event for event, ok in zip(events, accepted, strict=True) if ok]
-            self._check_room(len(kept))
-            position = log.write({"events": [packed(event) for event in kept]}) if kept else 0
-            for event, item, ok in zip(events, indices, accepted, strict=True):
-                if ok:
-                    self.users.add(event, item)
-                    if self.users.waiting(event.user_id) % _EAGER == 0:
-                        crowded.add(event.user_id)
+            accepted = self.users.accepted([event for _, event, _ in found])
+            kept = [(event, item) for (_, event, item), ok in zip(found, accepted, strict=True) if ok]
+            if kept and self.users.recent_events + len(kept) > self.max_recent_events:
+                raise FullError(
+                    f"{self.users.recent_events:,} events since the export are in memory, and {len(kept):,} more pass "
+                    f"the limit of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new "
+                    "export, or give a higher --max-recent-events (max_recent_events) and more memory"
+                )
+            position = log.write({"events": [packed(event) for event, _ in kept]}) if kept else 0
+            for event, item in kept:
+                self.users.add(event, item)
+                if self.users.waiting(event.user_id) % _EAGER == 0:
+                    crowded.add(event.user_id)
         log.sync(position)
         if crowded:
             try:
                 self.users.states(self.users.snapshots(list(crowded)))
-            except Exception:  # the events are on disk, and that is what was asked for
-                logger.exception("%d users could not be encoded; they are when they are asked for", len(crowded))
-        results, at = [], 0
-        for count, group, pair in zip(given, groups, pairs, strict=True):
-            here = slice(at, at + len(pair))
-            taken, rare = sum(accepted[here]), len(group) - len(pair)
-            results.append(Appended(taken, len(pair) - taken, indices[here].count(UNKNOWN), rare, count - len(group)))
-            at += len(pair)
-        return results
+            except Exception:  # the events are on disk, and that is all that append promises
+                logger.exception("%d users could not be encoded; they are when they are queried", len(crowded))
+        for (count, *_), ok in zip(found, accepted, strict=True):
+            count["accepted" if ok else "late"] += 1
+        return [Appended(**count) for count in counts]
 
     def forget(self, user_ids: Sequence[UserId]) -> int:
         """Remove users: from now on they are unknown, here and on later exports. How many were known.
@@ -333,8 +321,8 @@ class Recommender:
         user_ids = plain(user_ids)
         for user in user_ids:
             self._checks.user(user, "user id")
+        wanted = list(dict.fromkeys(user_ids))
         with self.users.lock:
-            wanted = list(dict.fromkeys(user_ids))
             known = sum(self.users.is_known(user) for user in wanted)
             position = log.write({"forget": wanted}) if wanted else 0
             for user in wanted:  # also who is unknown now: the next export may know the user
@@ -342,15 +330,11 @@ class Recommender:
         log.sync(position)
         return known
 
-    # --- looking -----------------------------------------------------------------------------------------------------
+    # --- inspecting --------------------------------------------------------------------------------------------------
 
     def states(self, user_ids: Sequence[UserId]) -> States:
         """States of users, every event so far included."""
         return self.users.states(self.users.snapshots(list(user_ids)))
-
-    def feature_rows(self, name: str) -> int | None:
-        """How many values a feature of numbers has; None for one of text."""
-        return self._rows.get(name)
 
     def info(self) -> dict[str, Any]:
         """Version and size of what is served; it waits for nobody, so the numbers may be of different moments."""
@@ -371,17 +355,7 @@ class Recommender:
             "log_failed": self._log is not None and self._log.failed is not None,
         }
 
-    # --- inside ---------------------------------------------------------------------------------------------
-
     def _writable(self) -> AppendLog:
         if self._log is None:
             raise ValueError("this Recommender is closed or was loaded with read_only=True: nothing can be appended")
         return self._log
-
-    def _check_room(self, more: int) -> None:
-        if more and self.users.recent_events + more > self.max_recent_events:
-            raise FullError(
-                f"{self.users.recent_events:,} events since the export are in memory, and {more:,} more pass the limit "
-                f"of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new export, or give "
-                "a higher --max-recent-events (max_recent_events) and more memory"
-            )

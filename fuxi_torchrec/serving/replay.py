@@ -19,9 +19,7 @@ def replay(content: LogContent, manifest: Manifest, items: Vocabulary, users: Li
     there, and of those at the same time as many of an item as it has.
 
     Args:
-        content: of the log.
         manifest, items: of the export that is served.
-        users: get the events.
         log: is written anew without what was forgotten and what the export has; None leaves it.
     """
     about = about_of(manifest)
@@ -43,9 +41,9 @@ def replay(content: LogContent, manifest: Manifest, items: Vocabulary, users: Li
         for each in record.get("events", ()):
             event = Event(*each)
             (item,) = items.find_few([event.item_id])
-            tied = ties.get((event.user_id, event.timestamp))
             if item == LEFT_OUT:  # this export's dataset has fewer items
                 continue
+            tied = ties.get((event.user_id, event.timestamp))
             if event.timestamp < users.last_time(event.user_id):
                 covered += 1
             elif tied is not None and tied[item] and event.user_id not in users.forgotten:
@@ -62,6 +60,6 @@ def replay(content: LogContent, manifest: Manifest, items: Vocabulary, users: Li
 
 
 def packed(event: Event) -> list[Any]:
-    """An event as the log has it."""
+    """An event of the log's records."""
     plain = [event.user_id, event.item_id, int(event.timestamp)]
     return [*plain, event.features] if event.features else plain

@@ -1,4 +1,4 @@
-"""What is asked of a Recommender and what it answers, and the checks of both."""
+"""What a Recommender takes and answers, and the checks of both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Features = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """One user, asked at a time."""
+    """One user and the request time, in the export's unit."""
 
     user_id: UserId
     time: int
@@ -29,13 +29,13 @@ class Answer:
     """Items for one user, best first.
 
     Attributes:
-        user_id: who was asked; None for an anonymous history.
-        as_of: when.
-        items, scores: raw ids and scores; fewer than asked for if the catalogue has no more.
+        user_id: None for an anonymous history.
+        as_of: the request time.
+        items, scores: raw ids and scores; fewer than ``k`` if the catalogue has no more.
         known: whether there is anything about the user; an unknown one is served as new.
         events: that the answer rests on, from the user's anchor.
         unknown_items: events of an anonymous history whose items the model does not know.
-        before_last_event: the time asked for lies before the user's last event: no time has passed since.
+        before_last_event: the request time lies before the user's last event: no time has passed since.
         model_id, export_as_of: of the export that answers.
     """
 
@@ -66,7 +66,7 @@ class Event:
     """One event, with raw ids.
 
     Attributes:
-        features: for models that have them, features: text as in the data, or indices.
+        features: text as in the data, or indices.
         columns: other columns of the log that its condition reads.
     """
 
@@ -89,9 +89,9 @@ class Appended:
         filtered: left out by the condition of the dataset's log.
     """
 
-    accepted: int
-    late: int
-    unknown_items: int
+    accepted: int = 0
+    late: int = 0
+    unknown_items: int = 0
     rare_items: int = 0
     filtered: int = 0
 
@@ -100,8 +100,7 @@ class Checks:
     """Refuses requests and events that do not fit an export, with a ValueError that says why.
 
     Args:
-        manifest: of the export.
-        rows: how many values each feature of numbers has; features of text are not in it.
+        rows: how many values each numeric feature has; features of text are not in it.
     """
 
     def __init__(self, manifest: Manifest, rows: dict[str, int]) -> None:
@@ -109,7 +108,6 @@ class Checks:
         self._features = {feature.name: feature for feature in manifest.features}
 
     def request(self, request: Request) -> None:
-        """A user, a time and a number of items."""
         self.user(request.user_id, "user id")
         self.time(request.time, "time")
         self.k(request.k)
@@ -129,7 +127,6 @@ class Checks:
                 )
 
     def user(self, user_id: Any, what: str) -> None:
-        """A user's raw id."""
         _check_id(user_id, self.manifest.user_id_type, what)
 
     def time(self, time: Any, what: str, check: Callable[[int, int, str, str], int] = check_time) -> None:
@@ -139,7 +136,6 @@ class Checks:
         check(int(time), self.manifest.as_of, self.manifest.time_unit, what)
 
     def k(self, k: Any) -> None:
-        """A number of items."""
         if isinstance(k, bool) or not isinstance(k, int) or k < 1:
             raise ValueError(f"k must be a positive integer, not {k!r}")
 

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,8 @@ class StoredUsers:
     def __init__(self, bundle: Bundle, model: UserModel) -> None:
         self.manifest, self._model = bundle.manifest, model
         paths = bundle.parts(USERS)
-        parts = [read_users(path, ("events", "last_time", "state_row"), embedding=False) for path in paths]
+        columns = ("events", "last_time", "state_row")
+        parts = [read_users(path, columns, embedding=False) for path in paths]
         ids = list(itertools.chain.from_iterable(part.ids.to_pylist() for part in parts))
         self.row: dict[Any, int] = {user: row for row, user in enumerate(ids)}
         if len(self.row) != len(ids):
@@ -45,10 +46,8 @@ class StoredUsers:
             raise ExportError(
                 f"{bundle.path / USERS}: {len(ids)} users, the manifest says {self.manifest.users}: export again"
             )
-        none = np.zeros(0, np.int64)
         self.events, self.last_time, self._state_row = (
-            np.concatenate([none, *(getattr(part, name) for part in parts)])
-            for name in ("events", "last_time", "state_row")
+            np.concatenate([np.zeros(0, np.int64), *(getattr(part, name) for part in parts)]) for name in columns
         )
         self._first = bounds_of(np.array([len(part) for part in parts], np.int64))
         self._states, self._histories = list[StateFile | None](), list[_HistoryFile]()
@@ -59,8 +58,8 @@ class StoredUsers:
             size = self.manifest.state_bytes - TRAILER_BYTES
             self._states.append(StateFile.open(states, self.manifest.model_id, size) if has_states else None)
             self._histories.append(_HistoryFile(bundle, number))
+        self._decoded = lru_cache(_GROUPS)(lambda part, group: self._histories[part].read(group))
         self._lock = threading.Lock()
-        self._decoded: OrderedDict[tuple[int, int], Histories] = OrderedDict()
         self.damaged = 0
 
     def __len__(self) -> int:
@@ -68,22 +67,18 @@ class StoredUsers:
 
     def states(self, rows: Ints) -> States:
         """States of users: as stored, or encoded from the history where there is none or it is damaged."""
-        stored = [self._stored_state(int(row)) for row in rows]
-        missing = [n for n, record in enumerate(stored) if record is None]
-        encoded = self._model.encode(self.histories(rows[missing])) if missing else self._model.like
-        found = [record for record in stored if record is not None]
-        read = self._model.read(torch.stack(found)) if found else self._model.like
-        order = np.empty(len(rows), np.int64)
-        order[[n for n, record in enumerate(stored) if record is not None]] = np.arange(len(found))
-        order[missing] = len(found) + np.arange(len(missing))
-        return self._model.like.concatenate([read, encoded]).select(torch.from_numpy(order))
+        stored = {n: record for n, row in enumerate(rows) if (record := self._stored_state(int(row))) is not None}
+        missing = [n for n in range(len(rows)) if n not in stored]
+        pieces = [(missing, self._model.encode(self.histories(rows[missing])))]
+        if stored:
+            pieces.append((list(stored), self._model.read(torch.stack(list(stored.values())))))
+        return self._model.assemble(pieces)
 
     def _stored_state(self, row: int) -> Tensor | None:
         state_row = int(self._state_row[row])
         if state_row == NO_STATE:
             return None
-        part = int(np.searchsorted(self._first, row, side="right")) - 1
-        file = self._states[part]
+        file = self._states[_piece(self._first, row)]
         assert file is not None
         records, valid = file.get([state_row])
         if bool(valid[0]) and EncoderState.peek(records[0]) == (self.events[row], self.last_time[row]):
@@ -95,7 +90,6 @@ class StoredUsers:
         return None
 
     def histories(self, rows: Ints) -> Histories:
-        """Encoded events of users."""
         each = [self._history(int(row)) for row in rows]
         return Histories.stack([Histories.empty(0, self.manifest.features), *each])
 
@@ -106,21 +100,10 @@ class StoredUsers:
     def _history(self, row: int) -> Histories:
         if not self.events[row]:
             return Histories.empty(1, self.manifest.features)
-        part = int(np.searchsorted(self._first, row, side="right")) - 1
-        inside = row - int(self._first[part])
-        file = self._histories[part]
-        group = file.group(inside)
-        with self._lock:
-            decoded = self._decoded.get((part, group))
-            if decoded is not None:
-                self._decoded.move_to_end((part, group))
-        if decoded is None:
-            decoded = file.read(group)
-            with self._lock:
-                self._decoded[part, group] = decoded
-                while len(self._decoded) > _GROUPS:
-                    self._decoded.popitem(last=False)
-        return decoded.select(np.array([inside - int(file.first[group])]))
+        part = _piece(self._first, row)
+        inside, file = row - int(self._first[part]), self._histories[part]
+        group = _piece(file.first, inside)
+        return self._decoded(part, group).select(np.array([inside - int(file.first[group])]))
 
 
 class _HistoryFile:
@@ -136,12 +119,7 @@ class _HistoryFile:
         meta = self._file.metadata
         self.first = bounds_of(np.array([meta.row_group(n).num_rows for n in range(meta.num_row_groups)], np.int64))
 
-    def group(self, row: int) -> int:
-        """The row group of a row."""
-        return int(np.searchsorted(self.first, row, side="right")) - 1
-
     def read(self, group: int) -> Histories:
-        """All users of a row group."""
         columns = [USER, "item", "timestamp", *(feature.name for feature in self._features)]
         try:
             with self._lock:
@@ -149,3 +127,8 @@ class _HistoryFile:
         except (OSError, pa.ArrowInvalid) as error:
             raise ExportError(f"{self.path}: cannot be read, the file is damaged: {error}") from None
         return histories_of(table, self._features, str(self.path))
+
+
+def _piece(bounds: Ints, row: int) -> int:
+    """Which part, or row group, a row is in."""
+    return int(np.searchsorted(bounds, row, side="right")) - 1

@@ -38,32 +38,22 @@ class Events(Protocol):
 
 @dataclass(frozen=True)
 class ItemSet:
-    """The items of a run.
+    """The items of a run."""
 
-    Attributes:
-        ids: of the known items, in order.
-        target_counts: (items + 1,) how often each known item is a training target; None unless the task needs it.
-    """
-
-    ids: Ints
+    ids: Ints  # of the known items, in order
+    # (items + 1,) how often each known item is a training target; None unless the task needs it
     target_counts: Ints | None = None
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What a task needs of a micro-batch.
+    """What a task needs of a micro-batch."""
 
-    Attributes:
-        positions: (P,) the events whose outputs it uses.
-        weights: (P,) float32; a step's values are divided by their sum over all ranks.
-        items: int64 of any shape, by name: ids to look up; after the lookup, their places in the looked-up rows.
-        constants: other tensors, by name.
-    """
-
-    positions: Tensor
-    weights: Tensor
+    positions: Tensor  # (P,) the events whose outputs it uses
+    weights: Tensor  # (P,) float32; a step's values are divided by their sum over all ranks
+    # int64 of any shape, by name: ids to look up; after the lookup, their places in the looked-up rows
     items: dict[str, Tensor] = field(default_factory=dict)
-    constants: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)  # other tensors, by name
 
     @staticmethod
     def none() -> "Targets":
@@ -71,8 +61,6 @@ class Targets:
         return Targets(torch.zeros(0, dtype=torch.int64), torch.zeros(0))
 
     def to(self, device: torch.device, non_blocking: bool = False) -> "Targets":
-        """On another device."""
-
         def moved(values: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: value.to(device, non_blocking=non_blocking) for name, value in values.items()}
 
@@ -80,7 +68,6 @@ class Targets:
         return replace(self, items=moved(self.items), constants=moved(self.constants), **own)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory until the stream is done with it."""
         for value in (self.positions, self.weights, *self.items.values(), *self.constants.values()):
             value.record_stream(stream)
 

@@ -46,7 +46,6 @@ class LossConfig:
 
     @property
     def sampler(self) -> Sampler:
-        """What chooses the negatives."""
         return SAMPLERS[self.negatives](self.num_negatives)
 
 
@@ -61,11 +60,9 @@ class NextItem(Task):
         self.needs_target_counts = self.sampler.needs_target_counts
 
     def target_maker(self, items: ItemSet, seed: int) -> TargetMaker:
-        """Next items and what they are compared with."""
         return NextItemTargets(self.sampler, self.config.weighting, items, seed)
 
     def forward(self, outputs_PD: Tensor, item_rows_UD: Tensor, targets: Targets) -> dict[str, Tensor]:
-        """The softmax loss."""
         similarity, items, constants = self.config.similarity, targets.items, targets.constants
         queries_PD = scaled_queries(outputs_PD, similarity, self.config.temperature)
         rows_UD = scaled_items(item_rows_UD, similarity)
@@ -83,11 +80,9 @@ class NextItem(Task):
         return {"loss": loss}
 
     def metrics(self) -> Metrics:
-        """Of the ranks of held-out items among all others."""
         return RankMetrics()
 
     def lookups(self, events: int, items: int) -> int:
-        """The negatives."""
         return self.sampler.lookups(events, items)
 
     def loss_elements(self, lookups: int, events: int, dim: int) -> int:
@@ -96,7 +91,6 @@ class NextItem(Task):
         return max(LOGITS, dim * candidates)
 
     def exported(self) -> dict[str, Any]:
-        """How vectors are compared."""
         return {"similarity": self.config.similarity, "temperature": self.config.temperature}
 
 
@@ -110,7 +104,6 @@ class NextItemTargets:
     seed: int
 
     def __call__(self, epoch: int, step: int, events: Events) -> Targets:
-        """Targets with the candidates that the sampler draws."""
         weights = sequence_weights(events, self.weighting)
         positions = torch.nonzero(weights > 0).squeeze(1)
         found = self.sampler.draw(self.items, Draw(self.seed, epoch, step, events, positions))

@@ -31,7 +31,6 @@ class RankMetrics:
         )
 
     def add_peers(self) -> None:
-        """Add what the other ranks have: a collective."""
         dist.all_reduce(self._sums)
 
     def result(self) -> dict[str, float]:

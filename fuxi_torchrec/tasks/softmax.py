@@ -16,7 +16,7 @@ from fuxi_torchrec.ops.precision import at_least_float32
 
 Similarity = Literal["cosine", "dot"]
 
-# numbers in the buffers that are used again for every chunk
+# elements of the buffers that are used again for every chunk
 LOGITS = 2**19
 GATHERED = 2**20
 
@@ -44,9 +44,7 @@ def candidate_softmax(
     ``nll_p = log(exp(q_p·t_p) + Σ_m exp(q_p·c_m + log_weight_m)) − q_p·t_p``, without the m that is p's own target.
 
     Args:
-        queries_PD: scaled queries.
-        targets_PD: scaled vectors of the targets.
-        candidates_MD: scaled vectors of the candidates.
+        queries_PD, targets_PD, candidates_MD: scaled.
         log_weights_M: a constant added to each candidate's score; None for 0.
         target_column_P: int64, the candidate that is the position's own target, or −1 if the pool lacks it.
         weights_P: of the positions; a constant.
@@ -63,10 +61,8 @@ def position_softmax(
     ``nll_p = log(exp(q_p·t_p) + Σ_k exp(q_p·c_pk)) − q_p·t_p``, without the k that are p's own target.
 
     Args:
-        queries_PD: scaled queries.
-        target_rows_P: int64, the targets' places in ``rows_UD``.
-        rows_UD: scaled vectors of items.
-        candidate_rows_PK: int64, the candidates' places in ``rows_UD``.
+        queries_PD, rows_UD: scaled.
+        target_rows_P, candidate_rows_PK: int64, places in ``rows_UD``.
         weights_P: of the positions; a constant.
     """
     inputs = (queries_PD, rows_UD)

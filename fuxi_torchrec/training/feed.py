@@ -18,17 +18,11 @@ from fuxi_torchrec.tasks.base import TargetMaker
 
 @dataclass(frozen=True)
 class Step:
-    """One step's share of a rank, before the ranks have exchanged their sizes.
+    """One step's share of a rank, before the ranks have exchanged their sizes."""
 
-    Attributes:
-        inputs: of the micro-batches.
-        users: rows of the users in each, for reports.
-        end: where training stands after it.
-    """
-
-    inputs: list[ModelInput]
-    users: list[Tensor]
-    end: Position
+    inputs: list[ModelInput]  # of the micro-batches
+    users: list[Tensor]  # rows of the users in each, for reports
+    end: Position  # where training stands after it
 
 
 @dataclass(frozen=True)
@@ -39,45 +33,33 @@ class StepMaker:
     tables: Tables
 
     def __call__(self, position: Position, batches: list[EventBatch]) -> Step:
-        """A step's micro-batches."""
+        targets = [self.targets(position.epoch, position.step, batch) for batch in batches]
+        inputs = [make_input(batch, each, self.tables) for batch, each in zip(batches, targets, strict=True)]
         end = batches[-1].end
         assert end is not None
-        return Step([self._input(position, batch) for batch in batches], [batch.users for batch in batches], end)
-
-    def _input(self, position: Position, batch: EventBatch) -> ModelInput:
-        features = [table.feature for table in self.tables.features]
-        targets = self.targets(position.epoch, position.step, batch)
-        return make_input(batch, targets, self.tables.items.rows, features)
+        return Step(inputs, [batch.users for batch in batches], end)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What is known of an input on its way through a pipeline.
+    """What is known of an input on its way through a pipeline."""
 
-    Attributes:
-        first, last: of its step.
-        events: of all ranks.
-        users: rows of this rank's users.
-        scale: of the summed loss, for gradients.
-        end: where training stands after the step.
-    """
-
-    first: bool
-    last: bool
-    events: int
-    users: Tensor
-    scale: float
-    end: Position
+    first: bool  # of its step
+    last: bool  # of its step
+    events: int  # of all ranks
+    users: Tensor  # rows of this rank's users
+    scale: float  # of the summed loss, for gradients
+    end: Position  # where training stands after the step
 
 
 class Signals(Protocol):
     """What ranks tell each other with every exchange."""
 
     def say(self) -> list[float]:
-        """This rank's; as many numbers on every rank."""
+        """This rank's; as many values on every rank."""
 
     def hear(self, everyone: Tensor) -> bool:
-        """(ranks, numbers) what all ranks said, the same on each. Whether training goes on; it may raise."""
+        """(ranks, values) what all ranks said, the same on each. Whether training goes on; it may raise."""
 
 
 class Feed(Iterator[ModelInput]):
@@ -88,9 +70,7 @@ class Feed(Iterator[ModelInput]):
     the signals end the feed, what was read before is still trained, equally on all ranks.
 
     Args:
-        steps: of this rank.
         pad: see :func:`fitted`.
-        signals: told and heard in the exchange.
         start: where the first step is.
         micro_batches: how many the step at a position has: a rank that cannot read it takes part in the exchange too.
     """
@@ -122,11 +102,11 @@ class Feed(Iterator[ModelInput]):
         """Read a step and exchange what is to be known of it: a collective. False at the end."""
         step, error = None, None
         try:
-            step = next(self._steps, None)
+            step = next(self._steps)
+        except StopIteration:
+            return False
         except Exception as caught:
             error = caught
-        if step is None and error is None:
-            return False
         sizes = torch.zeros(self._micro_batches(self._position), 3) if step is None else sizes_of(step.inputs)
         said = [] if self._signals is None else self._signals.say()
         mine = torch.tensor([float(step is None), *said], dtype=torch.float64)

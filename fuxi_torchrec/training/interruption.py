@@ -1,4 +1,4 @@
-"""Being asked to stop, and being stuck."""
+"""Being preempted, and being stuck."""
 
 import faulthandler
 import signal
@@ -29,19 +29,13 @@ class StopRequest:
 
 
 class Watchdog:
-    """Shows where every thread of this process stands when nothing has moved for a while.
-
-    Args:
-        seconds: how long.
-    """
+    """Shows where every thread of this process stands when nothing has moved for some seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
 
     def moved(self) -> None:
-        """Something has: begin to count anew."""
         faulthandler.dump_traceback_later(self.seconds, repeat=False, file=sys.__stderr__ or sys.stderr)
 
     def stop(self) -> None:
-        """Nobody waits any more."""
         faulthandler.cancel_dump_traceback_later()

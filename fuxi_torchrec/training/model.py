@@ -13,7 +13,7 @@ from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.tasks.base import Task
 from fuxi_torchrec.tasks.registry import make_task
 
-# rows by feature: divided tables come in an order of their own
+# rows by feature: sharded tables come in an order of their own
 FeatureRows = dict[str, Tensor]
 
 
@@ -42,12 +42,10 @@ class SequenceModel(nn.Module):
 
     @property
     def encoder(self) -> SequenceEncoder:
-        """Every rank has all of it."""
         return self.head.encoder
 
     @property
     def task(self) -> Task:
-        """Every rank has all of it."""
         return self.head.task
 
 
@@ -64,7 +62,6 @@ class Head(nn.Module):
     def forward(
         self, item_rows: Tensor, feature_rows: FeatureRows | None, batch: ModelInput
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """See :class:`SequenceModel`."""
         outputs_TD = self.encode(self.event_rows(item_rows, feature_rows, batch), batch)
         report = self.task(outputs_TD.index_select(0, batch.targets.positions), item_rows, batch.targets)
         return report["loss"] * batch.loss_scale, {name: value.detach() for name, value in report.items()}
@@ -83,7 +80,6 @@ class Head(nn.Module):
         return rows_TD
 
     def encode(self, rows_TD: Tensor, batch: ModelInput) -> Tensor:
-        """(T, D) the encoder's outputs."""
         mixed = torch.autocast(rows_TD.device.type, torch.bfloat16) if self.autocast else contextlib.nullcontext()
         with mixed:
             # values are not checked: the loss says on all ranks, not on one, if something is not finite

@@ -5,7 +5,7 @@ really happens, and when, is decided here.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,12 +74,8 @@ class StepOptimizer(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]], betas=config.betas, eps=config.eps, fused=True
         )
-        self._rates = [
-            (group, group["lr"])
-            for optimizer in (self._adamw, self._adagrad, self.fused)
-            if optimizer is not None
-            for group in optimizer.param_groups
-        ]
+        self._all = [each for each in (self._adamw, self._adagrad, self.fused) if each is not None]
+        self._rates = [(group, group["lr"]) for optimizer in self._all for group in optimizer.param_groups]
         super().__init__([{"params": list(dense.values())}], {})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -88,9 +84,8 @@ class StepOptimizer(torch.optim.Optimizer):
             return
         for group, rate in self._rates:
             group["lr"] = rate * self.share
-        for optimizer in (self._adamw, self._adagrad, self.fused):
-            if optimizer is not None:
-                optimizer.zero_grad(set_to_none)
+        for optimizer in self._all:
+            optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """After a micro-batch: update, once a step."""
@@ -98,20 +93,16 @@ class StepOptimizer(torch.optim.Optimizer):
             return
         if self.config.clip_norm is not None:
             self._clip(self.config.clip_norm)
-        for optimizer in (self._adamw, self._adagrad, self.fused):
-            if optimizer is not None:
-                optimizer.step()
+        for optimizer in self._all:
+            optimizer.step()
 
     @torch.no_grad()
     def _clip(self, largest: float) -> None:
-        """Scale all gradients down to a norm: sharded tables' parts are summed over processes, the rest is alike."""
-        sharded = _squares(self._sharded)
-        device = next(iter(self._everywhere)).device
-        squares = sharded.to(device) if len(self._sharded) else torch.zeros((), device=device)
+        """Scale all gradients down to a norm: sharded tables' parts are summed over ranks, the rest is alike."""
+        squares = _squares(self._sharded).to(self._everywhere[0].device)
         dist.all_reduce(squares)
-        norm = (squares + _squares(self._everywhere)).sqrt()
-        self.norm = norm
-        scale = (largest / (norm + 1e-6)).clamp(max=1.0)
+        self.norm = (squares + _squares(self._everywhere)).sqrt()
+        scale = (largest / (self.norm + 1e-6)).clamp(max=1.0)
         for parameter in (*self._sharded, *self._everywhere):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
@@ -119,23 +110,21 @@ class StepOptimizer(torch.optim.Optimizer):
     # --- for checkpoints ---------------------------------------------------------------------------------------------
 
     def moments(self) -> dict[str, Any]:
-        """Every average that an optimizer keeps, by name, divided among processes as its weight is.
+        """Every moment that an optimizer keeps, by name, sharded as its weight is.
 
         They alias the live values, so loading into them continues the run. Empty ones are made where there are none
         yet.
         """
         found: dict[str, Any] = {}
         weights = self.model.state_dict()
-        local: dict[str, dict[str, Tensor]] = {}
-        for parameter in self._parameters(self._adamw):
-            local[self.names[id(parameter)]] = _adam_state(self._adamw, parameter)
-        for name in self._missing(local, weights):
-            local[name] = {}
+        local = {self.names[id(p)]: _adam_state(self._adamw, p) for p in _parameters(self._adamw)}
+        if self.config.kind == "adamw":  # other ranks need to know of tables of which this one holds nothing
+            local |= {name: {} for name in weights if table_of(name) is not None and name not in local}
         for name, values in local.items():
             for kind in ("exp_avg", "exp_avg_sq"):
                 found[f"{name}.{kind}"] = like_weight(weights[name], values.get(kind))
         if self._adagrad is not None:
-            for parameter in self._parameters(self._adagrad):
+            for parameter in _parameters(self._adagrad):
                 found[f"{self.names[id(parameter)]}.sum"] = self._adagrad.state[parameter]["sum"].view(-1)
         if self.fused is not None:
             for name, values in self.fused.state_dict()["state"].items():
@@ -145,19 +134,12 @@ class StepOptimizer(torch.optim.Optimizer):
 
     def set_steps(self, steps: int) -> None:
         """AdamW's count of steps, after loading."""
-        for parameter in self._parameters(self._adamw):
+        for parameter in _parameters(self._adamw):
             self._adamw.state[parameter]["step"].fill_(steps)
 
-    def _missing(self, local: dict[str, Any], weights: dict[str, Any]) -> list[str]:
-        """Sharded tables of which this process holds nothing; the others need to know that they exist."""
-        if self.config.kind != "adamw":
-            return []
-        return [name for name in weights if table_of(name) is not None and name not in local]
 
-    @staticmethod
-    def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
-        for group in optimizer.param_groups:
-            yield from group["params"]
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _dense_groups(model: nn.Module, dense: list[nn.Parameter]) -> ParameterGroups:
@@ -169,12 +151,12 @@ def _dense_groups(model: nn.Module, dense: list[nn.Parameter]) -> ParameterGroup
 
 
 def _adam_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """AdamW makes its averages at the first step; for loading they must be there before."""
+    """AdamW makes its moments at the first step; for loading they must be there before."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
         for kind in ("exp_avg", "exp_avg_sq"):
-            state[kind] = torch.zeros(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            state[kind] = torch.zeros_like(parameter)
     return state
 
 

@@ -1,4 +1,4 @@
-"""What a run would need on machines that are not here: memory of a process, and what it sends in a step.
+"""What a run would need on machines that are not here: memory of a rank, and what it sends in a step.
 
 Counted in float32; with bfloat16 activations take less. The formulas stand beside measurements in
 benchmarks/RESULTS.md (``python -m benchmarks.planning``).
@@ -8,12 +8,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.rows import rows_at_once
 from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements, planned
-from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, ITEM_TABLE, Table, Tables
+from fuxi_torchrec.embeddings.tables import ITEM_TABLE, Table, Tables, make_tables
 from fuxi_torchrec.tasks.registry import make_task
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.run_data import DEFAULT_EVENTS
@@ -21,77 +22,49 @@ from fuxi_torchrec.training.run_data import DEFAULT_EVENTS
 GB = 10**9
 FLOAT, INT = 4, 8
 USABLE = 0.9  # of the memory: allocators and communication need the rest
-_PROCESS = {"cpu": 0.55 * GB, "cuda": 1.0 * GB}  # libraries; a CUDA context and NCCL by their usual size
+_LIBRARIES = {"cpu": 0.55 * GB, "cuda": 1.0 * GB}  # bytes; a CUDA context and NCCL by their usual size
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Machines by description.
-
-    Attributes:
-        nodes: hosts.
-        per_node: processes on each, one a device.
-        device: "cpu" or "cuda".
-        memory: bytes of a process's device, or its share of the host.
-    """
+    """Machines by description."""
 
     nodes: int
-    per_node: int
-    device: str
-    memory: int
+    per_node: int  # ranks on each, one a device
+    device: str  # "cpu" or "cuda"
+    memory: int  # bytes of a rank's device, or its share of the host
 
     @property
     def ranks(self) -> int:
-        """All processes."""
         return self.nodes * self.per_node
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What the busiest process needs.
+    """What the busiest rank needs."""
 
-    Attributes:
-        memory: bytes on its device, by what for.
-        host: bytes of host memory beside it, for a checkpoint's copy.
-        sent: bytes sent in a step, by what for.
-        events: of a micro-batch.
-        lookups: rows it asks for at once.
-        parts: of the tables, who holds what.
-    """
-
-    memory: dict[str, int]
-    host: int
-    sent: dict[str, int]
-    events: int
-    lookups: int
-    parts: list[Placement]
+    memory: dict[str, int]  # bytes on its device, by what for
+    host: int  # bytes of host memory beside it, for a checkpoint's copy
+    sent: dict[str, int]  # bytes sent in a step, by what for
+    events: int  # of a micro-batch
+    lookups: int  # rows it asks for at once
+    parts: list[Placement]  # of the tables, who holds what
 
     @property
     def total(self) -> int:
-        """Bytes on the device."""
         return sum(self.memory.values())
 
     def fits(self, cluster: Cluster) -> bool:
-        """Whether it does, with room for allocators."""
         return self.total <= USABLE * cluster.memory
 
 
 def described_tables(config: Config, items: int, features: dict[str, int]) -> Tables:
-    """Tables of a catalogue of which only the size is known.
-
-    Args:
-        features: rows of each feature's table.
-    """
-    dim = config.model.dim
-    found = tuple(
-        Table(f"feature_{name}", name, features.get(name, 1000), dim, feature.sharding, feature.pooling)
-        for name, feature in config.features.event.items()
-    )
-    return Tables(Table(ITEM_TABLE, ITEM_FEATURE, items + 1, dim, config.tables.sharding), found)
+    """Tables of a catalogue of which only the size is known; ``features`` gives rows of some features' tables."""
+    return make_tables(config, items, {name: features.get(name, 1000) for name in config.features.event})
 
 
 def events_of_a_rank(config: Config, ranks: int) -> int:
-    """Events that a process trains at once: a sequence is never divided."""
+    """Events that a rank trains at once: a sequence is never split."""
     batch = config.batch
     if batch.users is not None:
         share = -(-batch.users // ranks) * batch.max_length
@@ -103,19 +76,15 @@ def events_of_a_rank(config: Config, ranks: int) -> int:
 
 
 def lookups_of_a_rank(config: Config, items: int, events: int) -> int:
-    """Distinct items that a process asks for, at most: inputs and targets are the same but one a sequence."""
+    """Distinct items that a rank looks up, at most: inputs and targets are the same but one a sequence."""
     sequences = -(-events // config.batch.max_length)
     return min(items + 1, events + sequences + make_task(config.task, config.loss).lookups(events, items))
 
 
 def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False) -> Estimate:
-    """Plan with TorchRec and add everything up.
+    """Plan with TorchRec and add everything up; a ShardingError if there is no plan.
 
-    Args:
-        cap: let TorchRec refuse what its own estimate does not fit into the cluster's memory.
-
-    Raises:
-        ShardingError: if there is no plan.
+    With ``cap`` TorchRec refuses what by its own estimate does not fit into the cluster's memory.
     """
     ranks, dim = cluster.ranks, config.model.dim
     model = SequenceModel(config, tables)
@@ -144,10 +113,10 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
         "tables": FLOAT * held,
         "tables' gradients": FLOAT * (held if adamw else replicated),
         "tables' optimizer": FLOAT * moments,
-        "encoder, its gradients and averages": FLOAT * 4 * encoder,
+        "encoder, its gradients and moments": FLOAT * 4 * encoder,
         **step,
         "validation, beyond a step's own": max(0, validation - sum(step.values())),
-        "libraries": int(_PROCESS[cluster.device]),
+        "libraries": int(_LIBRARIES[cluster.device]),
     }
     copy = FLOAT * (held + moments + 3 * encoder) if config.checkpoint.async_save else 0
     if cluster.device == "cpu":
@@ -159,64 +128,56 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
 
 
 def _held(parts: list[Placement], ranks: int) -> tuple[int, int]:
-    """Numbers, and rows, of the process that holds most."""
-    everywhere = [part for part in parts if part.rank is None]
-    numbers: Counter[int] = Counter(dict.fromkeys(range(ranks), 0))
-    rows: Counter[int] = Counter()
+    """Elements, and rows, of the rank that holds most."""
+    elements, rows = Counter(dict.fromkeys(range(ranks), 0)), Counter[int]()
     for part in parts:
-        if part.rank is not None:
-            numbers[part.rank] += part.rows * part.columns
-            rows[part.rank] += part.rows
-    most = max(numbers, key=lambda rank: numbers[rank])
-    own = sum(part.rows * part.columns for part in everywhere)
-    return numbers[most] + own, rows[most] + sum(part.rows for part in everywhere)
+        for rank in range(ranks) if part.rank is None else (part.rank,):
+            elements[rank] += part.rows * part.columns
+            rows[rank] += part.rows
+    most = max(elements, key=lambda rank: elements[rank])
+    return elements[most], rows[most]
 
 
-def _all_reduce(numbers: int, ranks: int) -> int:
-    return 2 * FLOAT * numbers * (ranks - 1) // ranks
+def _all_reduce(elements: int, ranks: int) -> int:
+    return 2 * FLOAT * elements * (ranks - 1) // ranks
 
 
 def _lookup_bytes(table: Table, bags: int, ranks: int) -> dict[str, int]:
-    """What the busiest process sends for a table's lookups in a step."""
+    """What the busiest rank sends for a table's lookups in a step."""
     others = ranks - 1
     if not others:
         return {}
-    numbers = bags * table.dim
+    elements = bags * table.dim
     if table.sharding == "data_parallel":
         return {"gradients, all-reduce": _all_reduce(table.rows * table.dim, ranks)}
     if table.sharding == "row_wise":
         ids = INT * bags * others // ranks + INT * bags * others  # ids to their owners, lengths to everybody
         return {
             "ids, all-to-all": ids,
-            "rows, reduce-scatter": FLOAT * numbers * others,
-            "rows' gradients, all-gather": FLOAT * numbers * others,
+            "rows, reduce-scatter": FLOAT * elements * others,
+            "rows' gradients, all-gather": FLOAT * elements * others,
         }
     if table.sharding == "table_wise":  # the owner
         return {
             "ids, all-to-all": 2 * INT * bags,
-            "rows, all-to-all": FLOAT * numbers * others,
-            "rows' gradients, all-to-all": FLOAT * numbers,
+            "rows, all-to-all": FLOAT * elements * others,
+            "rows' gradients, all-to-all": FLOAT * elements,
         }
     return {
         "ids, all-to-all": 2 * INT * bags * others,
-        "rows, all-to-all": FLOAT * numbers * others // ranks,
-        "rows' gradients, all-to-all": FLOAT * numbers * others // ranks,
+        "rows, all-to-all": FLOAT * elements * others // ranks,
+        "rows' gradients, all-to-all": FLOAT * elements * others // ranks,
     }
 
 
-@dataclass(frozen=True)
-class Change:
-    """What would fit."""
-
-    settings: tuple[str, ...]
-    total: int
-
-
-def changes_that_fit(config: Config, items: int, features: dict[str, int], cluster: Cluster) -> list[Change]:
-    """Single changes under which the run fits, or pairs of them where no single one is enough."""
+def changes_that_fit(
+    config: Config, items: int, features: dict[str, int], cluster: Cluster
+) -> dict[tuple[str, ...], int]:
+    """Single settings under which the run fits, or pairs of them where no single one is enough; and bytes with them."""
     found: dict[tuple[str, ...], int] = {}
     options = _options(config, cluster)
-    for names in [*((name,) for name in options), *_pairs(list(options))]:
+    pairs = [(a, b) for a, b in combinations(options, 2) if a.partition("=")[0] != b.partition("=")[0]]
+    for names in [*((name,) for name in options), *pairs]:
         if len(names) == 2 and any(len(known) == 1 for known in found):
             break
         changed, machines = config, cluster
@@ -230,11 +191,7 @@ def changes_that_fit(config: Config, items: int, features: dict[str, int], clust
             continue
         if result.fits(machines):
             found[names] = result.total
-    return [Change(names, total) for names, total in found.items()]
-
-
-def _pairs(names: list[str]) -> list[tuple[str, str]]:
-    return [(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if a.partition("=")[0] != b.partition("=")[0]]
+    return found
 
 
 _Step = Callable[[Config, Cluster], tuple[Config, Cluster]]

@@ -12,19 +12,14 @@ _SECONDS = 10.0  # between lines of progress
 
 
 class ProgressLine:
-    """Shows steps, loss, speed, memory and the time left.
+    """Shows steps (of about ``total``), loss, speed, memory and the time left: a moving bar on a terminal."""
 
-    Args:
-        total: steps in all, about.
-        live: draw a moving bar; by default where standard error is a terminal.
-    """
-
-    def __init__(self, total: int, live: bool | None = None) -> None:
+    def __init__(self, total: int) -> None:
         self.total = total
         self._bar: Any = None
         self._task: Any = None
         self._first: tuple[int, float] | None = None
-        if sys.stderr.isatty() if live is None else live:
+        if sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -40,26 +35,19 @@ class ProgressLine:
             self._bar.start()
 
     def show(self, step: int, loss: float, events_per_second: float, memory_mb: int, epoch: int) -> None:
-        """At a logged step."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = (step, now)
         about = f"epoch {epoch}, loss {loss:.4f}, {events_per_second:,.0f} events/s, {memory_mb} MB"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, about=about)
             return
-        logger.info("step %d of %d, %s, %s left", step, self.total, about, self._left(step, now))
-
-    def _left(self, step: int, now: float) -> str:
-        assert self._first is not None
+        now = time.monotonic()
+        self._first = self._first or (step, now)
         first, began = self._first
-        if step == first:
-            return "unknown time"
-        seconds = (now - began) / (step - first) * max(0, self.total - step)
-        return _duration(seconds)
+        left = "unknown time"
+        if step > first:
+            left = _duration((now - began) / (step - first) * max(0, self.total - step))
+        logger.info("step %d of %d, %s, %s left", step, self.total, about, left)
 
     def close(self) -> None:
-        """At the end."""
         if self._bar is not None:
             self._bar.stop()
 
@@ -78,16 +66,8 @@ class ProgressLines:
             return
         self._last = now
         speed = done / (now - self._began)
-        left = (self.total - done) / speed
-        logger.info(
-            "%s %s of %s %s, %s a second, %s left",
-            self.what,
-            f"{done:,}",
-            f"{self.total:,}",
-            self.unit,
-            f"{speed:,.0f}",
-            _duration(left),
-        )
+        far = f"{done:,} of {self.total:,} {self.unit}, {speed:,.0f} a second"
+        logger.info("%s %s, %s left", self.what, far, _duration((self.total - done) / speed))
 
 
 def _duration(seconds: float) -> str:

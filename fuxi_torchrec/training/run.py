@@ -23,7 +23,7 @@ from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.optimizers import StepOptimizer
 from fuxi_torchrec.training.run_data import RunData, plan_of, remarks
-from fuxi_torchrec.training.run_directory import PLAN, RunDirectory
+from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, RunDirectory
 from fuxi_torchrec.training.validation_plan import ValidationPlan
 from fuxi_torchrec.training.warm_start import warm_start
 
@@ -41,14 +41,7 @@ def check_device(config: Config, world: World) -> None:
 
 
 class Run:
-    """Made from its directory if it exists, from nothing or another run's weights otherwise: a collective.
-
-    Args:
-        config: what to train.
-        directory: where the run lives.
-        world: this rank among its peers.
-        init_from: another run directory whose weights to start from.
-    """
+    """Resumed from its directory if it exists, else new or warm-started from the run ``init_from``: a collective."""
 
     def __init__(self, config: Config, directory: RunDirectory, world: World, init_from: Path | None = None) -> None:
         self.config, self.world, self.directory = config, world, directory
@@ -82,13 +75,13 @@ class Run:
                 for remark in remarks(config, self.data.dataset.info):
                     logger.warning("%s", remark)
                 directory.write_config(config)
-                directory.clear_preempted()
+                directory.forget_metrics_after(self.progress.step)
+                (directory.path / PREEMPTED).unlink(missing_ok=True)
                 if latest is None or not directory.has_items():
                     directory.write_items(self.data.dataset.vocabulary(), self.data.items)
 
     @property
     def module(self) -> SequenceModel:
-        """The model inside its wrappers."""
         module = self.model.module
         assert isinstance(module, SequenceModel)
         return module
@@ -111,14 +104,12 @@ class Run:
         if latest is None:
             if init_from is not None:
                 warm_start(init_from, self.model, self.identity, self.data.dataset, self.world)
-            self._forget_metrics_after(0)
             return Progress(total_steps=planned)
         info = self.checkpoints.read_info(latest)
         with raise_on_all_ranks("comparing the checkpoint with the run"):
             self.identity.check(info.identity, latest)
         self.checkpoints.load(latest, self.model, self.optimizer)
         self.optimizer.set_steps(info.progress.step)
-        self._forget_metrics_after(info.progress.step)
         logger.info("resumed from %s, saved by %d ranks", latest.name, info.world_size)
         decay = self.config.optimizer
         if planned > info.progress.total_steps and decay.lr_schedule != "constant" and decay.decay_steps is None:
@@ -154,18 +145,12 @@ class Run:
         self.checkpoints.point_to_best(found)
         return progress
 
-    def _forget_metrics_after(self, step: int) -> None:
-        with raise_on_all_ranks("cutting the metrics at the checkpoint"):
-            if self.world.rank == 0:
-                self.directory.forget_metrics_after(step)
-
     def planned_steps(self) -> int:
-        """Of the whole run, as the configuration stands."""
         steps = self.loader.steps(0) * self.config.train.epochs
         return steps if self.config.train.max_steps is None else min(steps, self.config.train.max_steps)
 
     def ended(self, progress: Progress) -> bool:
-        """Whether everything that was asked for has been trained."""
+        """Whether all epochs or steps of the configuration have been trained."""
         limit = self.config.train.max_steps
         return progress.position.epoch >= self.config.train.epochs or (limit is not None and progress.step >= limit)
 

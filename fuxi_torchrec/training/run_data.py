@@ -63,25 +63,15 @@ def remarks(config: Config, info: DatasetInfo) -> list[str]:
 
 @dataclass(frozen=True)
 class RunData:
-    """A dataset as a run sees it.
+    """A dataset as a run sees it."""
 
-    Attributes:
-        dataset: what is trained on.
-        maker: makes batches of it.
-        items: which items the run knows.
-        tables: what is looked up.
-        lengths: training events of each user.
-        validated: rows of the users that have a validation target.
-        item_set: the known items as tasks see them.
-    """
-
-    dataset: Dataset
-    maker: BatchMaker
-    items: KnownItems
-    tables: Tables
-    lengths: Ints
-    validated: Ints
-    item_set: ItemSet
+    dataset: Dataset  # what is trained on
+    maker: BatchMaker  # makes batches of it
+    items: KnownItems  # which items the run knows
+    tables: Tables  # what is looked up
+    lengths: Ints  # training events of each user
+    validated: Ints  # rows of the users that have a validation target
+    item_set: ItemSet  # the known items as tasks see them
 
     @staticmethod
     def open(config: Config, directory: RunDirectory, world: World, resumed: bool) -> "RunData":
@@ -102,8 +92,7 @@ class RunData:
             # a run that leaves bad users out must leave out the same ones whenever it is started
             whole = items is None or needs_target_counts or config.data.on_bad_rows == "skip"
             found = survey(BatchMaker(reader, split, Items(everything)), items=whole)
-            wanted = (found.item_counts, found.target_counts, found.train_lengths, found.users_with)
-            return {name: torch.from_numpy(array) for name, array in zip(_COUNTED, wanted, strict=True)}
+            return {name: torch.from_numpy(getattr(found, name)) for name in _COUNTED}
 
         shared = share_from_rank_0(world, "counting items and events", count)
         counts, target_counts, lengths, validated = (shared[name].numpy() for name in _COUNTED)
@@ -118,7 +107,6 @@ class RunData:
         return RunData(dataset, maker, items, tables, lengths, validated, item_set)
 
     def identity(self, config: Config) -> Identity:
-        """What a checkpoint of this run belongs to."""
         return Identity(
             self.dataset.info.fingerprint,
             self.items.fingerprint,
@@ -128,7 +116,7 @@ class RunData:
         )
 
 
-_COUNTED = ("item_counts", "target_counts", "lengths", "validated")
+_COUNTED = ("item_counts", "target_counts", "train_lengths", "users_with")  # of a survey
 
 
 def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
@@ -140,9 +128,8 @@ def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
             f"{dataset.path}: times are in {dataset.info.time_unit}, the config says data.time_unit = "
             f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
         )
-    tables = tables_for(config, dataset.info)
-    features = [table.feature for table in tables.features]
-    return dataset, tables, Reader(dataset, features, config.data.on_bad_rows, config.data.cache_mib * 2**20)
+    tables, cache = tables_for(config, dataset.info), config.data.cache_mib * 2**20
+    return dataset, tables, Reader(dataset, tables.feature_names, config.data.on_bad_rows, cache)
 
 
 def _read_items(directory: RunDirectory, dataset: Dataset) -> KnownItems:

@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 CONFIG, ITEMS, PLAN, METRICS, SUMMARY = "config.yaml", "items.parquet", "plan.json", "metrics.jsonl", "summary.json"
 PEAKS = ("peak_memory_mb", "longest_pause_of_a_save")  # of the summary
-PREEMPTED = "preempted"  # the job was asked to leave before its end, and saved
+PREEMPTED = "preempted"  # a file: the job was preempted, and saved
 
 
 class RunError(RuntimeError):
@@ -32,19 +32,13 @@ class RunError(RuntimeError):
 
 @dataclass(frozen=True)
 class KnownItems:
-    """Which items a run knows, and how often its training split has each.
+    """Which items a run knows, and how often its training split has each."""
 
-    Attributes:
-        known: (items + 1,) entry 0 is False.
-        counts: (items + 1,) training events.
-    """
-
-    known: NDArray[np.bool_]
-    counts: NDArray[np.int64]
+    known: NDArray[np.bool_]  # (items + 1,) entry 0 is False
+    counts: NDArray[np.int64]  # (items + 1,) training events
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """The known ones in order."""
         return np.flatnonzero(self.known)
 
     @property
@@ -54,11 +48,7 @@ class KnownItems:
 
 
 class RunDirectory:
-    """A run's directory. Opening it for writing locks it, until the process ends.
-
-    Args:
-        path: on storage that all processes share.
-    """
+    """A run's directory, on storage that all ranks share."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -66,13 +56,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where they are."""
         return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Where its events are."""
-        return self.path / "tensorboard"
 
     def lock(self) -> None:
         """Keep other jobs out; the system lets go when the process ends, however it ends."""
@@ -97,13 +81,11 @@ class RunDirectory:
         self._lock.flush()
 
     def unlock(self) -> None:
-        """Let others in."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def read_config(self) -> Config:
-        """The resolved configuration of the run."""
         if not (self.path / CONFIG).exists():
             raise RunError(f"{self.path}: no run here: {CONFIG} is missing")
         return load_config(self.path / CONFIG)
@@ -123,17 +105,11 @@ class RunDirectory:
                 logger.info("resumed with %s = %r, was %r", d.key, d.new, d.old)
 
     def write_config(self, config: Config) -> None:
-        """Write down what the run runs with; from then on it is this run's."""
         write_atomically(self.path / CONFIG, strict_yaml.dump(config))
-
-    def clear_preempted(self) -> None:
-        """The job is back."""
-        (self.path / PREEMPTED).unlink(missing_ok=True)
 
     # --- known items -------------------------------------------------------------------------------------------------
 
     def write_items(self, vocabulary: Vocabulary, items: KnownItems) -> None:
-        """Write down which items the run knows."""
         table = pa.table(
             {
                 "item_id": vocabulary.ids,
@@ -146,7 +122,6 @@ class RunDirectory:
             pq.write_table(table, aside)
 
     def read_items(self) -> KnownItems:
-        """Which items the run knows."""
         try:
             table = pq.read_table(self.path / ITEMS, columns=["count", "known"])
         except (OSError, pa.ArrowInvalid) as error:
@@ -157,7 +132,6 @@ class RunDirectory:
         return KnownItems(known.astype(bool), np.concatenate([[0], table["count"].to_numpy()]).astype(np.int64))
 
     def has_items(self) -> bool:
-        """Whether they are written down."""
         return (self.path / ITEMS).exists()
 
     def larger_peaks(self, summary: dict[str, Any]) -> dict[str, Any]:
@@ -171,7 +145,6 @@ class RunDirectory:
     # --- metrics -----------------------------------------------------------------------------------------------------
 
     def log(self, entry: dict[str, Any]) -> None:
-        """One object more in metrics.jsonl."""
         with (self.path / METRICS).open("a") as file:
             file.write(json.dumps(entry) + "\n")
 

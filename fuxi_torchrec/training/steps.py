@@ -27,40 +27,26 @@ _AT_ONCE = 2**22  # elements that are looked at together
 
 @dataclass(frozen=True)
 class Done:
-    """A step that was trained.
+    """A step that was trained."""
 
-    Attributes:
-        step: its number, from 1.
-        report: what the task says of it, of this rank: float64 tensors that nobody has read back yet.
-        norm: of its gradients, if they are clipped.
-        finite: whether loss and norm are, likewise a tensor.
-        events: of all ranks.
-        users: rows of this rank's users.
-        position: where training stands after it.
-    """
-
-    step: int
-    report: dict[str, Tensor]
-    norm: Tensor | None
-    finite: Tensor
-    events: int
-    users: list[int]
-    position: Position
+    step: int  # its number, from 1
+    report: dict[str, Tensor]  # what the task says of it, of this rank: float64 tensors that nobody has read back yet
+    norm: Tensor | None  # of its gradients, if they are clipped
+    finite: Tensor  # whether loss and norm are, likewise a tensor
+    events: int  # of all ranks
+    users: list[int]  # rows of this rank's users
+    position: Position  # where training stands after it
 
 
 class StepRunner:
     """Trains steps from where a run stands.
 
     What the ranks tell each other travels with the sizes of a batch, in one exchange a step (:class:`Feed`): whether
-    one was asked to stop, whether a save in the background failed, and the first step whose loss was not finite.
-
-    Args:
-        run: what is trained, and where it stands.
-        asked_to_stop: on this rank.
+    one was preempted, whether a save in the background failed, and the first step whose loss was not finite.
     """
 
-    def __init__(self, run: Run, asked_to_stop: Callable[[], bool]) -> None:
-        self.run, self._asked_to_stop = run, asked_to_stop
+    def __init__(self, run: Run, preempted: Callable[[], bool]) -> None:
+        self.run, self._preempted = run, preempted
         self.stopped = self.save_failed = False  # on any rank
         self.last: Done | None = None
         self._unchecked: deque[Done] = deque()  # of which the ranks do not know yet that their losses are finite
@@ -114,11 +100,11 @@ class StepRunner:
     # --- between ranks -----------------------------------------------------------------------------------------------
 
     def say(self) -> list[float]:
-        """Whether this rank was asked to stop, whether its save failed, and its first step that is not finite."""
+        """Whether this rank is preempted, whether its save failed, and its first step that is not finite."""
         # elsewhere than on a CPU the newest step is still being computed, and nobody waits for it: the next exchange
         # tells of it
         self._checking = len(self._unchecked) - (self.run.world.device.type != "cpu")
-        return [float(self._asked_to_stop()), float(self.run.saver.failed), self._first_bad(self._checking)]
+        return [float(self._preempted()), float(self.run.saver.failed), self._first_bad(self._checking)]
 
     def hear(self, everyone: Tensor) -> bool:
         """Fail on all ranks, end on all ranks, or go on."""
@@ -131,7 +117,7 @@ class StepRunner:
 
     @property
     def ending(self) -> bool:
-        """Whether some rank was asked to stop, or must; what a pipeline has read ahead may be left."""
+        """Whether some rank is preempted or cannot save; what a pipeline has read ahead may be left."""
         return self.stopped or self.save_failed
 
     def exchange(self) -> bool:

@@ -1,4 +1,4 @@
-"""The training job: steps, validations and saves, until the end or until asked to stop."""
+"""The training job: steps, validations and saves, until the end or until preempted."""
 
 import contextlib
 import dataclasses
@@ -15,30 +15,22 @@ from fuxi_torchrec.artifacts import write_atomically
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.distributed import World, raise_on_all_ranks
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.training.checkpoint.store import About, state_of
+from fuxi_torchrec.training.checkpoint.info import Info
+from fuxi_torchrec.training.checkpoint.store import state_of
 from fuxi_torchrec.training.interruption import StopRequest, Watchdog
 from fuxi_torchrec.training.metrics_logger import MetricsLogger, peak_memory_mb
 from fuxi_torchrec.training.run import Run
 from fuxi_torchrec.training.run_directory import PREEMPTED, SUMMARY, RunDirectory
-from fuxi_torchrec.training.steps import Done, StepRunner, all_finite
+from fuxi_torchrec.training.steps import StepRunner, all_finite
 
 logger = get_logger(__name__)
 
-# metrics of a run's validation targets; called on all ranks, with what to call whenever some of it is done
+# measures a run's validation targets; called on all ranks, with what to call whenever some of it is done
 Validator = Callable[[Run, Callable[[], None]], dict[str, float]]
 
 
 class Trainer(Run):
-    """A run and its loop.
-
-    Args:
-        config: what to train.
-        directory: where the run lives.
-        world: this rank among its peers.
-        validator: what a validation measures; when there is one, and what is best, is decided here.
-        init_from: another run directory whose weights to start from.
-        stop: says when to save and leave.
-    """
+    """A run and its loop; ``stop`` says when the job is preempted."""
 
     def __init__(
         self,
@@ -68,7 +60,6 @@ class Trainer(Run):
         return self._summary()
 
     def _train(self, metrics: MetricsLogger) -> None:
-        """What is left to do."""
         if self._validation_missed():
             _, saved = self._validate(metrics)
             if not saved and self._finished():
@@ -94,16 +85,14 @@ class Trainer(Run):
         metrics.finish()
 
     def begin(self) -> StepRunner:
-        """What trains the steps from here on."""
         self.steps = StepRunner(self, lambda: self.stop.requested)
         return self.steps
 
     def _loop(self, steps: StepRunner, metrics: MetricsLogger) -> None:
-        """Steps, validations and saves, until the end or until asked to stop."""
         began, enough, every = time.monotonic() - self.progress.seconds, False, self.config.checkpoint.every_steps
         while not (enough or steps.ending):
             self.watchdog.moved()
-            done = self._one_step(steps)
+            done = steps.train()
             if done is None:
                 break
             self.progress = dataclasses.replace(
@@ -115,7 +104,7 @@ class Trainer(Run):
             )
             metrics.step(self.progress, partial(steps.read, done), done.events, self.optimizer.share, done.norm)
             saved = False
-            # a validation takes longer than whoever asked to stop may wait: ask once more before it
+            # a validation takes longer than a preempted job may: ask once more before it
             if self.validations.due(self.progress.step) and steps.exchange():
                 with steps.detached():
                     enough, saved = self._validate(metrics)
@@ -133,12 +122,9 @@ class Trainer(Run):
         self.save(self._validated if self.progress.validated_step == self.progress.step else None)
         self.saver.wait()
 
-    def _one_step(self, steps: StepRunner) -> Done | None:
-        return steps.train()
-
     def _preempted(self) -> None:
-        """Asked to leave: save at this step, on all ranks, and say so."""
-        logger.warning("asked to stop: saving step %d and leaving", self.progress.step)
+        """Save at this step, on all ranks, and say so."""
+        logger.warning("preempted: saving step %d and stopping", self.progress.step)
         self.save()
         self.saver.wait()
         with raise_on_all_ranks("noting the end"):
@@ -169,15 +155,15 @@ class Trainer(Run):
     def save(self, metrics: dict[str, float] | None = None, best: bool = False) -> None:
         """Write a checkpoint, or begin to: a collective."""
         config = strict_yaml.to_dict(self.config)
-        about = About(self.progress, self.identity, config, metrics or {}, best)
+        info = Info(self.progress, self.identity, metrics or {}, config, self.world.size)
         if self._saved_at == self.progress.step:  # the tensors are there: only what is said of them is new
             self.saver.wait()
             with raise_on_all_ranks("writing to a checkpoint"):
                 if self.world.rank == 0 and metrics:
-                    self.checkpoints.amend(about)
+                    self.checkpoints.amend(info, best)
             return
         self._check_finite()
-        self.pauses.append(self.saver.save(state_of(self.model, self.optimizer), about))
+        self.pauses.append(self.saver.save(state_of(self.model, self.optimizer), info, best))
         self._saved_at = self.progress.step
 
     # --- validation --------------------------------------------------------------------------------------------------
@@ -192,7 +178,7 @@ class Trainer(Run):
         """Whether to stop, and whether a checkpoint was written."""
         wanted = self.config.validation
         self._check_finite()
-        self._validated = metrics = self.validate()
+        self._validated = metrics = self.validator(self, self.watchdog.moved)
         self.progress = self.progress.validated(metrics[wanted.metric], self.validations.measure)
         best = self.progress.best_step == self.progress.step
         log.validated(self.progress.step, metrics, self.module.task.shown_metrics)
@@ -208,10 +194,6 @@ class Trainer(Run):
                 self.progress.best_step,
             )
         return stop, best
-
-    def validate(self) -> dict[str, float]:
-        """Metrics of the validation targets of a fixed sample of users: a collective."""
-        return self.validator(self, self.watchdog.moved)
 
     def _summary(self) -> dict[str, Any]:
         seconds, events = self.progress.seconds, self.progress.events

@@ -21,27 +21,16 @@ def sample_users(users: Ints, wanted: int | None, seed: int) -> Ints:
 
 @dataclass(frozen=True)
 class ValidationPlan:
-    """The validations of a run.
+    """The validations of a run."""
 
-    Attributes:
-        users: rows of those who are ranked, a fixed sample; nobody if the run is not validated.
-        every_steps: how often.
-        patience: validations without a better one, after which training stops; None for never.
-        measure: what is measured, of whom: values of another are not compared with it.
-    """
-
-    users: Ints
+    users: Ints  # rows of those who are ranked, a fixed sample; nobody if the run is not validated
     every_steps: int
-    patience: int | None
-    measure: str
+    patience: int | None  # validations without a better one, after which training stops; None for never
+    measure: str  # what is measured, of whom: values of another are not compared with it
 
     @staticmethod
     def of(config: Config, users: Ints, steps_an_epoch: int) -> "ValidationPlan":
-        """As a configuration asks for; refused if nobody has an event to validate on.
-
-        Args:
-            users: rows of those who have one.
-        """
+        """As a configuration asks for; refused if there are no ``users`` that have an event to validate on."""
         data, wanted = config.data, config.validation
         nothing_held_out = data.fit_on_valid if data.split == "leave_one_out" else data.valid_from is None
         if wanted.every_epochs is None or nothing_held_out:
@@ -58,13 +47,10 @@ class ValidationPlan:
 
     @property
     def active(self) -> bool:
-        """Whether the run is validated at all."""
         return len(self.users) > 0
 
     def due(self, step: int) -> bool:
-        """Whether a validation follows a step."""
         return self.active and step % self.every_steps == 0
 
     def enough(self, progress: Progress) -> bool:
-        """Whether training stops early."""
         return self.active and self.patience is not None and progress.validations_since_best >= self.patience

@@ -22,14 +22,9 @@ logger = get_logger(__name__)
 
 
 def warm_start(other: Path, model: ShardedModel, own: Identity, dataset: Dataset, world: World) -> None:
-    """Load another run's weights: its items keep their rows, the rest stay as initialised. A collective.
+    """Load weights of another run directory, of its best checkpoint or else the latest: a collective.
 
-    Args:
-        other: the run directory; its best checkpoint is taken, or the latest.
-        model: what to load them into.
-        own: what this run's checkpoints belong to.
-        dataset: this run's.
-        world: this rank among its peers.
+    Its items keep their rows, the rest stay as initialised.
     """
     checkpoints = Checkpoints(RunDirectory(other).checkpoints, 1, world)
     path = broadcast_from_rank_0(f"opening --init-from {other}", lambda: find_checkpoint(checkpoints.directory))
@@ -40,12 +35,8 @@ def warm_start(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
         _check_features(other, found, dataset)
         new = _new_rows(other, path, model)
     checkpoints.load(path, model, None, grown=True)
-    logger.info(
-        "started from %s: %d items' rows taken over, %d new ones initialised",
-        path,
-        found.items,
-        own.items - found.items,
-    )
+    more = own.items - found.items
+    logger.info("started from %s: %d items' rows taken over, %d new ones initialised", path, found.items, more)
     for name, rows in new.items():
         if rows and name != ITEM_TABLE:
             logger.info("%s: %d new rows initialised", name, rows)
@@ -107,11 +98,7 @@ def _check(other: Path, found: Identity, own: Identity, dataset: Dataset, model:
 def _check_features(other: Path, found: Identity, dataset: Dataset) -> None:
     """Texts of features must have kept their rows, as far as the other run's dataset is there to tell."""
     config = RunDirectory(other).read_config()
-    names = [
-        feature.name
-        for feature in dataset.info.features
-        if feature.vocabulary and feature.name in config.features.event
-    ]
+    names = [f.name for f in dataset.info.features if f.vocabulary and f.name in config.features.event]
     if not names or found.dataset == dataset.info.fingerprint:
         return
     try:

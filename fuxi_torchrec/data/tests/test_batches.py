@@ -76,7 +76,7 @@ def test_training_batches_hold_what_the_histories_say(dataset, histories, cut):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_processes_share_the_same_global_batches(dataset, world_size):
+def test_ranks_share_the_same_global_batches(dataset, world_size):
     plan = Plan(max_length=20, batch_events=300)
     alone = make_loader(dataset, plan)
     ranks = [
@@ -93,12 +93,13 @@ def test_processes_share_the_same_global_batches(dataset, world_size):
 def test_worker_processes_change_nothing(dataset):
     plan = Plan(max_length=20, batch_events=300)
     none = [b for epoch in (0, 1) for b in make_loader(dataset, plan).epoch(Position(epoch))]
-    two = list(make_loader(dataset, plan, num_workers=2).batches(Position(), end_epoch=2))
+    steps = make_loader(dataset, plan, num_workers=2).converted(Position(), 2, loading._unchanged)
+    two = [batch for step in steps for batch in step]
     assert [users_of(b) for b in none] == [users_of(b) for b in two]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_training_resumes_at_any_step_on_any_number_of_processes(dataset, world_size):
+def test_training_resumes_at_any_step_on_any_number_of_ranks(dataset, world_size):
     plan = Plan(max_length=20, batch_events=300)
     whole = list(make_loader(dataset, plan).epoch(Position(2, 0)))
     for step in (0, 1, len(whole) - 1):
@@ -136,7 +137,7 @@ def test_unknown_items_are_index_zero_and_never_a_target(dataset, histories):
     assert not batch.target_weights[unknown].any()
 
 
-def test_some_inputs_are_hidden_the_same_ones_on_any_number_of_processes(dataset):
+def test_some_inputs_are_hidden_the_same_ones_on_any_number_of_ranks(dataset):
     items = everything_known(dataset, oov_rate=0.2, seed=5)
     plan = Plan(max_length=20, batch_events=300)
     whole = list(make_loader(dataset, plan, items).epoch(Position()))
@@ -288,7 +289,8 @@ def test_workers_share_the_cache(dataset, monkeypatch):
     before = own.maker.reader.cache_bytes
     steps = loading._Steps(own, loading._unchanged)
     monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(dataset=steps, num_workers=3))
-    loading._share_cache(0)
+    monkeypatch.setattr(loading.os, "setpgrp", lambda: None)
+    loading._begin_worker(0)
     assert own.maker.reader.cache_bytes == before // 3
 
 

@@ -36,7 +36,7 @@ def test_blocks_hold_the_histories(dataset, histories):
         for a, b in zip(block.offsets[:-1], block.offsets[1:], strict=True):
             found.append((block.items[a:b].tolist(), block.times[a:b].tolist()))
     assert found == [(h[0].tolist(), h[1].tolist()) for h in histories]
-    assert reader.user_ids(1) == [30, 40, 50]
+    assert reader.ids_of(np.array([3, 4, 5])).to_pylist() == [30, 40, 50]
 
 
 def test_few_blocks_are_kept(dataset):
@@ -54,7 +54,7 @@ def test_the_size_of_a_block_is_known_before_it_is_read(tmp_path, feature, names
         block = reader.block(number)
         # Parquet counts an empty list as a value
         empty = int((np.diff(block.features["tags"].bounds) == 0).sum()) if feature == "multiple" else 0
-        assert size == block.size + 8 * empty
+        assert size == block.nbytes + 8 * empty
 
 
 def bad_rows(kind):

@@ -41,7 +41,7 @@ def test_an_epoch_holds_every_sequence_once(lengths, plan, epoch):
 
 
 @given(LENGTHS, PLANS, st.sampled_from([1, 2, 3, 4]))
-def test_global_batches_do_not_depend_on_the_number_of_processes(lengths, plan, world_size):
+def test_global_batches_do_not_depend_on_the_number_of_ranks(lengths, plan, world_size):
     schedule = make(lengths, plan)
     for step in range(schedule.steps(1)):
         together = [key(schedule, schedule.batch(1, step, rank, world_size)) for rank in range(world_size)]
@@ -72,7 +72,7 @@ def test_windows_cover_each_target_once(lengths, max_length):
 
 
 @given(LENGTHS, PLANS, st.sampled_from([1, 2, 3]), st.sampled_from([None, 5, 30]))
-def test_every_process_has_the_same_number_of_micro_batches(lengths, plan, world_size, max_events):
+def test_every_rank_has_the_same_number_of_micro_batches(lengths, plan, world_size, max_events):
     schedule = make(lengths, plan)
     for step in range(schedule.steps(0)):
         parts = [schedule.micro_batches(0, step, rank, world_size, max_events) for rank in range(world_size)]
@@ -109,7 +109,7 @@ def test_streams_do_not_all_emit_in_the_same_steps():
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("budget", [{"batch_users": 8}, {"batch_users": 24}, {"batch_events": 8 * 1024}])
-def test_every_process_has_its_share_of_every_step(world_size, budget):
+def test_every_rank_has_its_share_of_every_step(world_size, budget):
     schedule = make([1025] * 1600, Plan(max_length=1024, **budget))
     loads = schedule.loads(0, world_size)
     assert loads.sum() == 1600 * 1024
@@ -144,10 +144,10 @@ def test_shuffling_keeps_few_blocks_open():
     assert order.tolist() != sorted(order.tolist())
 
 
-def test_streams_are_divided_and_too_many_processes_refused():
+def test_streams_are_shared_out_and_too_many_ranks_refused():
     owned = [list(streams_of_rank(rank, 3, 16)) for rank in range(3)]
     assert list(itertools.chain.from_iterable(owned)) == list(range(16))
-    with pytest.raises(ValueError, match="17 processes need at least as many streams, there are 16: raise num_streams"):
+    with pytest.raises(ValueError, match="17 ranks need at least as many streams, there are 16: raise num_streams"):
         streams_of_rank(0, 17, 16)
 
 

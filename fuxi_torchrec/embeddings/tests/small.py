@@ -1,4 +1,4 @@
-"""Small models, batches and sharded copies of them, for tests in the processes of a worker group."""
+"""Small models, batches and sharded copies of them, for tests on the ranks of a worker group."""
 
 import logging
 import warnings
@@ -24,12 +24,12 @@ DIM = 8
 ITEMS = 23
 ACTIONS, TAGS = 7, 11
 FEATURES = ["action", "tags"]
-# sequences of each process: one has none
+# sequences of each rank: one has none
 SEQUENCES = (5, 0, 3, 1)
 
 
 def here():
-    """This process in the worker group."""
+    """This rank in the worker group."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return World(rank, size, rank, torch.device("cpu"), size)
 
@@ -81,7 +81,7 @@ def random_batch(sequences, seed, longest=6, items=ITEMS, actions=ACTIONS, tags=
 
 
 def input_of(rank, pool="shared", seed=0, sequences=SEQUENCES, tables=None):
-    """The input of any process, so that each knows those of all."""
+    """The input of any rank, so that each knows those of all."""
     tables = tables or small_tables("row_wise")
     rows = [table.rows for table in tables.all]
     batch = random_batch(sequences[rank], [seed, rank], items=rows[0], actions=rows[1], tags=rows[2])
@@ -92,7 +92,7 @@ def input_of(rank, pool="shared", seed=0, sequences=SEQUENCES, tables=None):
         candidates = Candidates(ids, draw.normal(size=6).astype(np.float32))
     else:
         candidates = Candidates(draw.integers(1, rows[0], (positions, 3)))
-    return make_input(batch, targets_of(batch, candidates), rows[0], FEATURES)
+    return make_input(batch, targets_of(batch, candidates), tables)
 
 
 def targets_of(batch, candidates):
@@ -108,13 +108,13 @@ def full_tables(tables, seed=5):
 
 
 def slice_of(part, whole):
-    """What of a whole table, or of something like it, a process holds."""
+    """What of a whole table, or of something like it, a rank holds."""
     rows, columns = part.tensor.shape
     return whole[part.first_row : part.first_row + rows, part.first_column : part.first_column + columns]
 
 
 def whole_model(config, tables, values):
-    """The model on one process without TorchRec's sharding."""
+    """The model on one rank without TorchRec's sharding."""
     torch.manual_seed(1)
     model = SequenceModel(config, tables)
     model.items = collection((tables.items,), "cpu")
@@ -130,7 +130,7 @@ def table_weights(model):
 
 
 def sharded_model(config, tables, values):
-    """The same model, divided."""
+    """The same model, sharded."""
     warnings.simplefilter("ignore")
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     torch.manual_seed(1)
@@ -142,13 +142,13 @@ def sharded_model(config, tables, values):
 
 
 def global_loss(model, inputs):
-    """The weighted mean over the positions of all processes, of an unsharded model."""
+    """The weighted mean over the positions of all ranks, of an unsharded model."""
     weight = sum(float(each.targets.weights.sum()) for each in inputs)
     return sum(model(replace(not_empty(each), loss_scale=1.0 / weight))[0] for each in inputs)
 
 
 def not_empty(given):
-    """With an empty bag more: undivided collections do not take batches without any."""
+    """With an empty bag more: unsharded collections do not take batches without any."""
     items, features = given.items, given.features
     return replace(
         given, items=padded(items, len(items.lengths()) + 1), features=padded(features, len(given.input_rows) + 1)
@@ -169,5 +169,5 @@ def local_values(model, values):
 
 
 def gradients(model):
-    """By parameter name; parameters of which this process holds nothing are left out."""
+    """By parameter name; parameters of which this rank holds nothing are left out."""
     return {name: p.grad for name, p in model.named_parameters() if p.numel()}

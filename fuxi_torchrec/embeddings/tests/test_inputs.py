@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fuxi_torchrec.embeddings import inputs as module
 from fuxi_torchrec.embeddings.inputs import agree, bags, deduplicate, make_input, padded
+from fuxi_torchrec.embeddings.tables import Tables
 from fuxi_torchrec.embeddings.tests.small import (
     FEATURES,
     ITEMS,
@@ -18,6 +19,9 @@ from fuxi_torchrec.embeddings.tests.small import (
 )
 from fuxi_torchrec.events.histories import Ragged
 from fuxi_torchrec.tasks.samplers import Candidates
+
+TABLES = small_tables("row_wise")
+NO_FEATURES = Tables(TABLES.items, ())
 
 # --- deduplication ---------------------------------------------------------------------------------------------------
 
@@ -38,12 +42,12 @@ def test_distinct_ids_in_order_and_where_each_is(case):
         np.testing.assert_array_equal(unique[rows], ids)
 
 
-# --- one process's input ---------------------------------------------------------------------------------------------
+# --- one rank's input ------------------------------------------------------------------------------------------------
 
 
 def test_every_item_is_looked_up_once():
     batch = random_batch(9, 1)
-    given = make_input(batch, targets_of(batch, Candidates(np.array([3, 4, 9]))), ITEMS, FEATURES)
+    given = make_input(batch, targets_of(batch, Candidates(np.array([3, 4, 9]))), TABLES)
     ids, targets = given.items.values(), given.targets
     assert len(ids) == len(ids.unique()) and (given.items.lengths() == 1).all()
     assert torch.equal(ids[given.input_rows], batch.items)
@@ -62,7 +66,7 @@ def test_every_item_is_looked_up_once():
 def test_the_target_column_is_where_the_pool_holds_the_target():
     batch = random_batch(9, 2)
     pool = np.array([2, 3, 5, 7, 11, 13, 17, 19])
-    given = make_input(batch, targets_of(batch, Candidates(pool)), ITEMS)
+    given = make_input(batch, targets_of(batch, Candidates(pool)), NO_FEATURES)
     targets = batch.targets[batch.target_weights > 0].tolist()
     column = given.targets.constants["target_column"]
     assert column.tolist() == [pool.tolist().index(t) if t in pool else -1 for t in targets]
@@ -74,7 +78,7 @@ def test_pools_of_each_position_have_no_column():
     batch = random_batch(9, 3)
     positions = int((batch.target_weights > 0).sum())
     pools = np.random.default_rng(0).integers(1, ITEMS, (positions, 4))
-    given = make_input(batch, targets_of(batch, Candidates(pools)), ITEMS)
+    given = make_input(batch, targets_of(batch, Candidates(pools)), NO_FEATURES)
     rows = given.targets.items["candidates"]
     assert "target_column" not in given.targets.constants
     assert rows.shape == (positions, 4)
@@ -84,7 +88,7 @@ def test_pools_of_each_position_have_no_column():
 @pytest.mark.parametrize("candidates", [Candidates(np.array([1, 2])), Candidates(np.zeros((0, 3), np.int64))])
 def test_a_batch_without_events_is_an_input_too(candidates):
     batch = random_batch(0, 0)
-    given = make_input(batch, targets_of(batch, candidates), ITEMS, FEATURES)
+    given = make_input(batch, targets_of(batch, candidates), TABLES)
     assert given.items.values().tolist() == candidates.ids.reshape(-1).tolist()
     assert len(given.input_rows) == len(given.targets.items["targets"]) == 0
     assert given.targets.items["candidates"].shape == candidates.ids.shape

@@ -1,4 +1,4 @@
-"""Divided tables against the same tables undivided, on one, two and four processes."""
+"""Sharded tables against the same tables unsharded, on one, two and four ranks."""
 
 import json
 
@@ -115,14 +115,14 @@ def means_by_hand(values, own):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_lookups_and_gradients_are_those_of_undivided_tables(workers, sharding, world):
+def test_lookups_and_gradients_are_those_of_unsharded_tables(workers, sharding, world):
     held = workers(world).run(compare_lookups_and_gradients, sharding, None)
-    numbers = sum(rows * columns for parts in held for *_, rows, columns in parts)
+    elements = sum(rows * columns for parts in held for *_, rows, columns in parts)
     whole = sum(table.rows * table.dim for table in small_tables(sharding).all)
-    assert numbers == whole * (world if sharding == "data_parallel" else 1)
+    assert elements == whole * (world if sharding == "data_parallel" else 1)
 
 
-def test_each_table_may_be_divided_in_its_own_way(workers):
+def test_each_table_may_be_sharded_in_its_own_way(workers):
     for features in (("row_wise", "table_wise"), ("data_parallel", "row_wise"), ("table_wise", "data_parallel")):
         workers(2).run(compare_lookups_and_gradients, ("row_wise", *features), None)
         workers(2).run(compare_lookups_and_gradients, ("data_parallel", *reversed(features)), None)
@@ -201,7 +201,7 @@ def test_rowwise_adagrad_moves_rows_as_computed_by_hand(workers, sharding, world
 
 
 def initial_rows(sharding):
-    """All of the tables as their parts say, NaN where this process holds nothing."""
+    """All of the tables as their parts say, NaN where this rank holds nothing."""
     tables = small_tables(sharding, rows=(9_000, 5_000, TAGS_ROWS))
     values = {table.name: torch.full((table.rows, table.dim), torch.nan) for table in tables.all}
     model, _ = sharded_model(small_config(), tables, values)
@@ -215,7 +215,7 @@ TAGS_ROWS = 4_097
 
 
 def together(of_ranks):
-    """Every number must come from somewhere, and two processes that hold the same must agree."""
+    """Every element must come from somewhere, and two ranks that hold the same must agree."""
     whole = {}
     for name in of_ranks[0]:
         stacked = torch.stack([values[name] for values in of_ranks])
@@ -253,7 +253,7 @@ def test_any_slice_of_an_endless_table_is_the_same():
         assert (other != whole).float().mean() > 0.99
 
 
-# --- what cannot be divided ------------------------------------------------------------------------------------------
+# --- what cannot be sharded ------------------------------------------------------------------------------------------
 
 
 def one_table(sharding, rows=100, dim=8, genres=None):
@@ -285,7 +285,7 @@ def one_table(sharding, rows=100, dim=8, genres=None):
         ),
     ],
 )
-def test_what_cannot_be_divided_is_refused_before_torchrec_sees_it(tables, optimizer, world, words):
+def test_what_cannot_be_sharded_is_refused_before_torchrec_sees_it(tables, optimizer, world, words):
     with pytest.raises(ShardingError) as refused:
         check_shardable(tables, optimizer, world)
     with pytest.raises(ShardingError) as planned:
@@ -352,7 +352,7 @@ def test_a_plan_reads_well_and_is_the_same_every_time():
     plan = plan_for(tables, 2)
     assert str(plan) == str(plan_for(tables, 2))
     head, *lines = describe(plan, tables).splitlines()
-    assert head.split() == ["table", "sharding", "kernel", "process", "rows", "columns", "MiB"]
+    assert head.split() == ["table", "sharding", "kernel", "rank", "rows", "columns", "MiB"]
     words = [line.split() for line in lines]
     assert ["item_table", "row_wise", "dense", "0", "0", "..", "11", "0", "..", "7", "0.00"] in words
     assert ["item_table", "row_wise", "dense", "1", "12", "..", "22", "0", "..", "7", "0.00"] in words
@@ -365,11 +365,11 @@ def test_a_plan_reads_well_and_is_the_same_every_time():
     assert list(last.values()) == ["item_table", "row_wise", "dense", 1, 12, 0, 11, 8]
 
 
-# --- what is divided as a table is -----------------------------------------------------------------------------------
+# --- what is sharded as a table is -----------------------------------------------------------------------------------
 
 
 def check_alike(sharding, rows):
-    """Moments divided like their weights, whole and cut to the first rows, are where they should be."""
+    """Moments sharded like their weights, whole and cut to the first rows, are where they should be."""
     tables = small_tables(sharding, rows=rows)
     config = small_config()
     whole = full_tables(tables)
@@ -403,8 +403,8 @@ def check_alike(sharding, rows):
 
 
 @pytest.mark.parametrize("sharding", [*SHARDINGS, CROWDED])
-def test_moments_are_divided_as_their_weights_are(workers, sharding):
-    rows = CROWDED_ROWS if sharding == CROWDED else (ITEMS + 1, 12, 12)  # equal parts on both processes
+def test_moments_are_sharded_as_their_weights_are(workers, sharding):
+    rows = CROWDED_ROWS if sharding == CROWDED else (ITEMS + 1, 12, 12)  # equal parts on both ranks
     held = workers(2).run(check_alike, sharding, rows)
     assert sum(held) or sharding == "data_parallel"
 

@@ -26,9 +26,7 @@ BlockState = dict[str, Tensor]
 class Block(nn.Module):
     """``z = o·W_0 + x`` with o the gated channels; ``out = ((m W_1) ⊙ SiLU(m W_2)) W_3 + z`` with m = RMSNorm(z).
 
-    Args:
-        config: the encoder's.
-        shared_decay: the temporal channel whose decays to use; its own if None.
+    With ``shared_decay``, a temporal channel, the decays of this block's are that one's.
     """
 
     def __init__(self, config: FuXiLinearConfig, shared_decay: TemporalChannel | None = None) -> None:
@@ -51,7 +49,6 @@ class Block(nn.Module):
 
     @property
     def channels(self) -> dict[str, Channel]:
-        """The channels that are on, by name."""
         every = {"retention": self.retention, "temporal": self.temporal, "positional": self.positional}
         return {name: channel for name, channel in every.items() if channel is not None}
 
@@ -60,8 +57,7 @@ class Block(nn.Module):
         for weight in (self.in_proj, self.out_proj, self.ffn_in, self.ffn_out):
             nn.init.normal_(weight, std=0.02)
         bound = self.in_proj.shape[0] ** -0.5
-        columns = self.in_proj.detach().split(self.widths, dim=1)[1:]
-        for (name, channel), part in zip(self.channels.items(), columns, strict=True):
+        for name, channel, part in self._with(self.in_proj.detach().split(self.widths, dim=1)[1:]):
             if name != "retention":
                 nn.init.uniform_(part, -bound, bound)
             channel.reset_parameters()
@@ -72,7 +68,7 @@ class Block(nn.Module):
         return F.silu(u) if self.official else u, columns
 
     def project_columns(self, x_TD: Tensor) -> Sequence[Tensor]:
-        """Each channel's columns alone, where nobody asks for the block's output."""
+        """Each channel's columns alone, where the block's output is not needed."""
         return (self.norm(x_TD) @ self.in_proj[:, self.gate_dim :]).split(self.widths[1:], dim=-1)
 
     def merge(self, x_TD: Tensor, u: Tensor, ys: Sequence[Tensor]) -> Tensor:
@@ -91,18 +87,13 @@ class Block(nn.Module):
         state: BlockState | None = None,
         with_state: bool = False,
     ) -> tuple[Tensor, BlockState]:
-        """All events of all users, and what is kept after each user's last.
+        """All events of all users, and the state after each user's last; empty unless ``with_state``.
 
-        Args:
-            x_TD: the block's input rows.
-            sequences: what the batch decides.
-            form: how to compute.
-            state: what is kept from before each user's first row; nothing if None.
-            with_state: whether the state after the last row is wanted; else it is empty.
+        ``state`` is the one before each user's first row; zero if None.
         """
         u, columns = self.project(x_TD)
         ys, after = [], {}
-        for (name, channel), rows in zip(self.channels.items(), columns, strict=True):
+        for name, channel, rows in self._with(columns):
             y, final = channel(rows, sequences, form, None if state is None else state[name], with_state)
             ys.append(y)
             if with_state:
@@ -110,7 +101,7 @@ class Block(nn.Module):
         return self.merge(x_TD, u, ys), after
 
     def final_state(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
-        """The state after each user's last row, where nobody asks for the block's output; without gradients."""
+        """The state after each user's last row, where the block's output is not needed; without gradients."""
         columns = self.project_columns(x_TD)
         return {name: channel.final_state(rows, sequences, state[name]) for name, channel, rows in self._with(columns)}
 

@@ -24,10 +24,9 @@ from fuxi_torchrec.ops.temporal import STATE_DTYPE, temporal, temporal_state
 
 Form = Literal["chunkwise", "parallel", "recurrent"]
 
-_GENERAL: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "parallel": parallel.attention,
-    "recurrent": recurrent.attention,
-}
+_Heads = tuple[Tensor, Tensor, Tensor]
+_General = Callable[..., tuple[Tensor, Tensor]]
+_GENERAL: dict[str, _General] = {"parallel": parallel.attention, "recurrent": recurrent.attention}
 
 
 class Step(NamedTuple):
@@ -59,8 +58,7 @@ class Channel(nn.Module, ABC):
     state_dtype: torch.dtype | None = None
 
     @abstractmethod
-    def reset_parameters(self) -> None:
-        """Draw the parameters anew."""
+    def reset_parameters(self) -> None: ...
 
     @abstractmethod
     def forward(
@@ -70,7 +68,7 @@ class Channel(nn.Module, ABC):
 
     @abstractmethod
     def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
-        """The state after each user's last event, where nobody asks for outputs; chunkwise, without gradients."""
+        """The state after each user's last event, where outputs are not needed; chunkwise, without gradients."""
 
     @abstractmethod
     def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
@@ -107,45 +105,34 @@ class RetentionChannel(Channel):
     def forward(
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """See :class:`Channel`; the columns are q, k, v before their activation."""
-        q, k, v = self._heads(rows)
-        y, final = self.attend(q, k, v, sequences, form, state, with_state)
+        """The columns are q, k, v before their activation."""
+        y, final = self.attend(self._heads(rows), sequences, form, state, with_state)
         return self._normed(y.flatten(-2)), final
 
     def attend(
-        self,
-        q_THK: Tensor,
-        k_THK: Tensor,
-        v_THK: Tensor,
-        sequences: Sequences,
-        form: Form,
-        state: Tensor | None = None,
-        with_state: bool = False,
+        self, heads: _Heads, sequences: Sequences, form: Form, state: Tensor | None, with_state: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """The sum itself, from activated heads."""
+        """The sum itself, from q, k, v (T, H, K) after their activation."""
         log_decay = self.log_decay()
         if form == "chunkwise":
-            return retention(q_THK, k_THK, v_THK, log_decay, sequences.retention_chunks, state, self.lag, with_state)
-        q, k, v = (at_least_float32(x) for x in (q_THK, k_THK, v_THK))
-        clock = torch.arange(len(q), device=q.device)
-        return _GENERAL[form](q, k, v, log_decay, clock, clock + self.lag, clock + 1, sequences.offsets, state)
+            return retention(*heads, log_decay, sequences.retention_chunks, state, self.lag, with_state)
+        clock = torch.arange(len(heads[0]), device=log_decay.device)
+        clocks = (clock, clock + self.lag, clock + 1)
+        return _GENERAL[form](*map(at_least_float32, heads), log_decay, *clocks, sequences.offsets, state)
 
     def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         _, k, v = self._heads(rows)
         return retention_state(k, v, self.log_decay(), sequences.retention_chunks, state)
 
     def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         y = recurrent.read(*self._heads(rows), self.log_decay(), torch.full_like(step.ticks_B, self.lag), state)
         return self._normed(y.flatten(-2))
 
     def step_state(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         _, k, v = self._heads(rows)
         return recurrent.write(k, v, self.log_decay(), torch.ones_like(step.ticks_B), state)
 
-    def _heads(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, rows: Tensor) -> _Heads:
         q, k, v = F.silu(rows).unflatten(-1, (3, self.heads, self.width)).unbind(-3)
         return q, k, v
 
@@ -161,9 +148,7 @@ def _start_of_decay(half_life: float) -> float:
 class TemporalChannel(Channel):
     """``y_i = α Σ_{j≤i} r_k^{c_{i+1} − c_j} sin|cos(φ_k(t_{i+1}) − φ_k(t_j)) v_j + β v_i``, sin heads then cos heads.
 
-    Args:
-        config: the encoder's.
-        shared: the channel whose decays to use; its own if None.
+    With ``shared``, a channel, the decays are that one's.
     """
 
     state_dtype = STATE_DTYPE
@@ -217,7 +202,7 @@ class TemporalChannel(Channel):
     def forward(
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """See :class:`Channel`; the columns are the sub-heads' values."""
+        """The columns are the sub-heads' values."""
         v, log_decay = self._heads(rows), self.log_decay()
         gain, skip = self.gain_and_skip(log_decay)
         if form == "chunkwise":
@@ -229,21 +214,18 @@ class TemporalChannel(Channel):
         (key, query), (clock, next_clock) = sequences.phases, sequences.clocks
         heads = (query, key.repeat(1, 2, 1), v, log_decay.repeat(2))
         y, final = _GENERAL[form](*heads, clock, next_clock, next_clock, sequences.offsets, state)
-        return _mix(y, v, gain[:, None], skip[:, None]).flatten(-2), final
+        return (gain[:, None] * y + skip[:, None] * v).flatten(-2), final
 
     def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         return temporal_state(self._heads(rows), self.log_decay(), sequences.temporal_chunks, state)
 
     def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         v, log_decay = at_least_float32(self._heads(rows)), self.log_decay()
         gain, skip = self.gain_and_skip(log_decay)
         y = recurrent.read(step.query_BGK, step.key_BHK.repeat(1, 2, 1), v, log_decay.repeat(2), step.ticks_B, state)
-        return _mix(y, v, gain[:, None], skip[:, None]).flatten(-2)
+        return (gain[:, None] * y + skip[:, None] * v).flatten(-2)
 
     def step_state(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         key_BGK = step.key_BHK.repeat(1, 2, 1)
         return recurrent.write(key_BGK, self._heads(rows), self.log_decay().repeat(2), step.ticks_B, state)
 
@@ -279,7 +261,7 @@ class PositionalChannel(Channel):
     def forward(
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """See :class:`Channel`; the columns are the values."""
+        """The columns are the values."""
         table, (gain, skip) = at_least_float32(self.kernel), self.gain_and_skip()
         if form == "chunkwise":
             return positional(rows, table, gain, skip, *sequences.positional_chunks, state, with_state)
@@ -289,24 +271,18 @@ class PositionalChannel(Channel):
         before = None if state is None else state.unsqueeze(1)
         heads = (kernel, kernel, v.unsqueeze(1), v.new_zeros(1))
         y, final = _GENERAL[form](*heads, still, still, still, sequences.offsets, before)
-        return _mix(y.squeeze(1), v, gain, skip), final.squeeze(1)
+        return gain * y.squeeze(1) + skip * v, final.squeeze(1)
 
     def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         return positional_state(rows, at_least_float32(self.kernel), *sequences.positional_chunks, state)
 
     def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         kernel, v = at_least_float32(self.kernel)[step.position_B].unsqueeze(1), at_least_float32(rows)
         heads = (kernel, kernel, v.unsqueeze(1), v.new_zeros(1))
         y = recurrent.read(*heads, torch.zeros_like(step.ticks_B), state.unsqueeze(1)).squeeze(1)
-        return _mix(y, v, *self.gain_and_skip())
+        gain, skip = self.gain_and_skip()
+        return gain * y + skip * v
 
     def step_state(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
-        """See :class:`Channel`."""
         kernel = at_least_float32(self.kernel)[step.position_B]
         return torch.addcmul(state, kernel.unsqueeze(2).to(state.dtype), rows.unsqueeze(1).to(state.dtype))
-
-
-def _mix(y: Tensor, v: Tensor, gain: Tensor, skip: Tensor) -> Tensor:
-    return gain * y + skip * v

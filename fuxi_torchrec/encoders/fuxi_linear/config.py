@@ -64,12 +64,10 @@ class FuXiLinearConfig(EncoderConfig):
             raise ValueError(f"temporal_periods must be a sequence of integers, not {self.temporal_periods!r}")
         object.__setattr__(self, "temporal_periods", tuple(self.temporal_periods))
         super().__post_init__()
-        for name in ("num_layers", "num_heads", "kernel_dim"):
+        chunks = ("retention_chunk", "positional_chunk", "temporal_chunk")
+        for name in ("num_layers", "num_heads", "kernel_dim", *chunks):
             check_positive(name, getattr(self, name))
-        for name in ("retention_chunk", "positional_chunk", "temporal_chunk"):
-            check_positive(name, getattr(self, name))
-        if self.ffn_dim is not None:
-            check_positive("ffn_dim", self.ffn_dim)
+        check_positive("ffn_dim", self.hidden_dim)
         if self.preset not in ("paper", "official"):
             raise ValueError(f"preset must be 'paper' or 'official', not {self.preset!r}")
         if not isinstance(self.dropout, int | float) or not 0.0 <= self.dropout < 1.0:
@@ -105,7 +103,6 @@ class FuXiLinearConfig(EncoderConfig):
 
     @property
     def num_scales(self) -> int:
-        """Number of temporal scales."""
         return len(self.temporal_periods)
 
     @property
@@ -114,11 +111,10 @@ class FuXiLinearConfig(EncoderConfig):
         return self.dim if self.ffn_dim is None else self.ffn_dim
 
     def decisive(self) -> dict[str, Any]:
-        """See :class:`EncoderConfig`; the feed-forward network's width is what it comes to."""
         return {**super().decisive(), "ffn_dim": self.hidden_dim}
 
     def activation_widths(self) -> float:
-        """Numbers that one block keeps of an event for the backward pass, in units of ``dim``.
+        """Elements that one block keeps of an event for the backward pass, in units of ``dim``.
 
         Example:
             >>> FuXiLinearConfig(dim=128, temporal_periods=(3600, 86400)).activation_widths()

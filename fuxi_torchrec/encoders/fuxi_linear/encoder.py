@@ -20,18 +20,15 @@ from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences, temporal_vec
 from fuxi_torchrec.encoders.fuxi_linear.tiles import Tile, part, tiles
 from fuxi_torchrec.encoders.state import EncoderState
 
-# So many numbers, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
+# So many elements, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
 # and are used again; larger ones would be fetched from the system, page by page, every time.
-TILE_NUMBERS = {"cpu": 2**19}
-TILE_NUMBERS_ELSEWHERE = 2**23
+TILE_ELEMENTS = {"cpu": 2**19}
+TILE_ELEMENTS_ELSEWHERE = 2**23
 _BACKWARD = 16  # widths an event, in flight in a block's backward pass
 
 
 class FuXiLinearEncoder(SequenceEncoder):
     """Rows and times of events in, one vector per event or per user out, in time linear in the number of events.
-
-    Args:
-        config: shape and switches.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -65,11 +62,9 @@ class FuXiLinearEncoder(SequenceEncoder):
 
     @property
     def layers(self) -> list[Block]:
-        """The blocks, first to last."""
         return [cast(Block, block) for block in self.blocks]
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
         nn.init.xavier_normal_(self.positions)
         for block in self.layers:
             block.reset_parameters()
@@ -93,7 +88,7 @@ class FuXiLinearEncoder(SequenceEncoder):
         form: Form = "chunkwise",
         validate: bool | None = None,
     ) -> Tensor:
-        """Every position's output, each asked at the time of the event after it, the last at the request time.
+        """Every position's output, each queried at the time of the event after it, the last at the request time.
 
         Args:
             x: (T, D) event rows of all users, one user after another.
@@ -110,10 +105,11 @@ class FuXiLinearEncoder(SequenceEncoder):
             raise ValueError(f"form must be 'chunkwise', 'parallel' or 'recurrent', not {form!r}")
         bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, request_timestamps)
         if not len(x):
-            # connected to every parameter: a process without events still takes part in the gradients' reduction
+            # connected to every parameter: a rank without events still takes part in the gradients' reduction
             wide = x.to(torch.promote_types(x.dtype, self.positions.dtype))  # as with events, also under autocast
             return wide + sum(p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad)
-        sequences = Sequences(self.config, bounds, timestamps, request_timestamps, _wide(x.dtype))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        sequences = Sequences(self.config, bounds, timestamps, request_timestamps, dtype)
         rows = self._embed(x, sequences.position_T)
         if form == "chunkwise":
             return self._tiled(rows, sequences)
@@ -122,7 +118,6 @@ class FuXiLinearEncoder(SequenceEncoder):
         return rows
 
     def init_state(self, batch_size: int) -> EncoderState:
-        """The state of users without events."""
         if batch_size < 0:
             raise ValueError(f"batch_size must not be negative, but is {batch_size}")
         like = self.positions.detach()
@@ -139,19 +134,8 @@ class FuXiLinearEncoder(SequenceEncoder):
     def append(
         self, state: EncoderState, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
     ) -> EncoderState:
-        """The state after any number of new events per user, 0 included; the given state is not changed.
-
-        Args:
-            state: of B users.
-            x: (T, D) rows of the new events, one user after another.
-            offsets: (B + 1,) int64.
-            timestamps: (T,) int64.
-            validate: check values too; by default on the CPU only.
-        """
         checks.state(self, state, state.pending, self.positions)
-        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate)
-        if len(bounds) - 1 != len(state):
-            raise ValueError(f"offsets describes {len(bounds) - 1} users, the state has {len(state)}")
+        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, state=state)
         if not len(x):
             return state
         sequences = Sequences(self.config, bounds, timestamps, timestamps[:0], x.dtype, state.count)
@@ -166,19 +150,11 @@ class FuXiLinearEncoder(SequenceEncoder):
 
     @torch.no_grad()
     def query(self, state: EncoderState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
-        """Each user at a time: (B, D), zero for users without events. The state is unchanged.
-
-        Args:
-            state: of B users.
-            request_timestamps: (B,) int64.
-            validate: check values too; by default on the CPU only.
-        """
         checks.state(self, state, state.pending, self.positions)
         checks.requests(request_timestamps, len(state), self.positions.device, validate)
         return self.query_unchecked(state, request_timestamps)
 
     def append_one(self, state: EncoderState, rows: Tensor, times: Tensor) -> EncoderState:
-        """See :class:`SequenceEncoder`."""
         position = state.count.clamp(max=self.config.max_positions - 1)
         return self._append_one(state, self._embed(rows, position), times)
 
@@ -199,8 +175,8 @@ class FuXiLinearEncoder(SequenceEncoder):
         return ParameterGroups(matrices, tables, scalars)
 
     def activation_bytes(self, events: int) -> int:
-        """See :class:`SequenceEncoder`; of checkpointed blocks only the inputs are kept."""
         kept, layers = self.config.activation_widths(), self.config.num_layers
+        # of checkpointed blocks only the inputs are kept
         widths = layers * kept if not self.config.activation_checkpointing else layers + kept
         return int(4 * self.config.dim * events * (widths + _BACKWARD))
 
@@ -231,7 +207,7 @@ class FuXiLinearEncoder(SequenceEncoder):
         for block, memory in zip(self.layers, state.memory, strict=True):
             if len(after) + 1 < len(self.blocks):
                 x, columns = block.step_output(x, step, memory)
-            else:  # nobody asks for the last block's output
+            else:  # the last block's output is not needed
                 columns = block.project_columns(x)
             # zero columns, of a user without a pending event, write nothing
             after.append(block.step_state([column * waiting_B1 for column in columns], step, memory))
@@ -240,11 +216,7 @@ class FuXiLinearEncoder(SequenceEncoder):
     def _append_many(self, state: EncoderState, rows: Tensor, at: Tensor, time_T: Tensor) -> EncoderState:
         """Commit the pending event and all new ones but the last; then wait with the last.
 
-        Args:
-            state: of B users.
-            rows: of the new events, as they enter the first block.
-            at: (B + 1,) bounds of the users' rows.
-            time_T: of the new events.
+        ``rows`` are the new events' as they enter the first block, ``at`` the (B + 1,) bounds of each user's.
         """
         users = len(state)
         new_B, waiting_B = at.diff(), (state.count > 0).long()
@@ -273,8 +245,8 @@ class FuXiLinearEncoder(SequenceEncoder):
 
     def _tiles(self, rows: Tensor, sequences: Sequences) -> Iterator[tuple[Tile, Sequences, Tensor]]:
         """Tiles of a batch: where they lie, what they cover, and their rows."""
-        numbers = TILE_NUMBERS.get(rows.device.type, TILE_NUMBERS_ELSEWHERE)
-        for tile in tiles(sequences.offsets, max(1, numbers // self.config.dim)):
+        elements = TILE_ELEMENTS.get(rows.device.type, TILE_ELEMENTS_ELSEWHERE)
+        for tile in tiles(sequences.offsets, max(1, elements // self.config.dim)):
             yield tile, part(sequences, tile), rows[tile.first_row : tile.end_row]
 
     def _tiled(self, rows: Tensor, sequences: Sequences) -> Tensor:
@@ -299,7 +271,7 @@ class FuXiLinearEncoder(SequenceEncoder):
                 state = {name: s[users] for name, s in whole.items()}
                 if whole is not blocks[-1]:
                     x, state = block(x, covered, "chunkwise", state, True)
-                else:  # nobody asks for the last block's output
+                else:  # the last block's output is not needed
                     state = block.final_state(x, covered, state)
                 for name, s in state.items():
                     whole[name][users] = s
@@ -313,20 +285,12 @@ class FuXiLinearEncoder(SequenceEncoder):
         state: BlockState | None = None,
         with_state: bool = False,
     ) -> tuple[Tensor, BlockState]:
-        """One block; its activations are kept for the backward pass, or made again there."""
+        """One block; its activations are kept for the backward pass, or recomputed there."""
         if self.config.activation_checkpointing and torch.is_grad_enabled():
-            again: tuple[Tensor, BlockState] = checkpoint(
-                block, x, sequences, form, state, with_state, use_reentrant=False
-            )
-            return again
-        now: tuple[Tensor, BlockState] = block(x, sequences, form, state, with_state)
-        return now
+            return checkpoint(block, x, sequences, form, state, with_state, use_reentrant=False)
+        return block(x, sequences, form, state, with_state)
 
 
 def _extended(first: Tensor, users: int) -> Tensor:
     """The first user's state, and zero for the others."""
     return torch.cat((first, first.new_zeros(users - 1, *first.shape[1:])))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

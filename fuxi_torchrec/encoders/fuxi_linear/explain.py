@@ -1,4 +1,4 @@
-"""What an encoder has learned, in numbers that mean something: half-lives, weights, decays, the positional kernel."""
+"""What an encoder has learned, in terms that mean something: half-lives, weights, decays, the positional kernel."""
 
 import math
 from collections.abc import Sequence
@@ -56,22 +56,21 @@ class LearnedBlock:
 
 
 def learned(encoder: FuXiLinearEncoder, positions: int = _POSITIONS) -> list[LearnedBlock]:
-    """What each block has learned.
-
-    Args:
-        encoder: a trained one.
-        positions: rows of the kernel to compute, at most those there are.
-    """
+    """What each block has learned, with the kernel of so many positions, at most those there are."""
     with torch.no_grad():
         return [_of_block(block, encoder.config.temporal_periods, positions) for block in encoder.layers]
 
 
 def _of_block(block: Block, periods: tuple[int, ...], positions: int) -> LearnedBlock:
+    kernel = kernel_skip = None
+    if block.positional is not None:
+        rows, (gain, skip) = block.positional.kernel[:positions], block.positional.gain_and_skip()
+        kernel, kernel_skip = (gain * rows @ rows.T).tril(), float(skip)
     return LearnedBlock(
         scales=None if block.temporal is None else _scales(block.temporal, periods),
         retention=None if block.retention is None else block.retention.log_decay().exp().tolist(),
-        kernel=_kernel(block, positions),
-        kernel_skip=None if block.positional is None else float(block.positional.beta),
+        kernel=kernel,
+        kernel_skip=kernel_skip,
     )
 
 
@@ -79,25 +78,8 @@ def _scales(channel: TemporalChannel, periods: tuple[int, ...]) -> list[Scale]:
     log_decay = channel.log_decay().double()
     gain, skip = channel.gain_and_skip(log_decay)
     half_life = (-math.log(2) / log_decay).abs().tolist()  # infinite where nothing is forgotten
-    return [
-        Scale(
-            period=period,
-            half_life=half_life[k],
-            sin=float(gain[k]),
-            cos=float(gain[k + len(periods)]),
-            sin_skip=float(skip[k]),
-            cos_skip=float(skip[k + len(periods)]),
-        )
-        for k, period in enumerate(periods)
-    ]
-
-
-def _kernel(block: Block, positions: int) -> Tensor | None:
-    if block.positional is None:
-        return None
-    rows = block.positional.kernel[:positions]
-    gain, _ = block.positional.gain_and_skip()
-    return (gain * rows @ rows.T).tril()
+    weights = torch.cat((gain, skip)).view(4, -1).T.tolist()  # sin, cos and their skips, of each scale
+    return [Scale(*each[:2], *each[2]) for each in zip(periods, half_life, weights, strict=True)]
 
 
 def readable(ticks: float, per_second: int) -> str:
@@ -119,15 +101,10 @@ def readable(ticks: float, per_second: int) -> str:
 
 @dataclass(frozen=True)
 class Learned:
-    """What all blocks have learned, as text and as a figure.
-
-    Attributes:
-        blocks: first to last.
-        per_second: ticks of the periods' time unit in a second.
-    """
+    """What all blocks have learned, as text and as a figure."""
 
     blocks: list[LearnedBlock]
-    per_second: int
+    per_second: int  # ticks of the periods' time unit
 
     def text(self) -> str:
         """A table per block."""

@@ -19,7 +19,7 @@ from fuxi_torchrec.ops.temporal import ChunkTimes, phase_vectors, query_vectors
 def temporal_vectors(
     config: FuXiLinearConfig, time: Tensor, next_time: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow; empty if nobody uses them."""
+    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow; empty if the channel is off."""
     if not config.use_temporal:
         nothing = torch.empty(*time.shape, 0, 2, dtype=dtype, device=time.device)
         return nothing, nothing
@@ -61,15 +61,15 @@ class Sequences:
         self.dtype = dtype
         self.start_B = start_B
         self.device = time_T.device
+        self._layouts: dict[int, Chunks] = {}
 
     @cached_property
     def bounds(self) -> Tensor:
         """The offsets on the device."""
         return self._placed(self.offsets)
 
-    def _placed(self, numbers: Sequence[int]) -> Tensor:
-        """Integers of the host, on the device."""
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+    def _placed(self, integers: Sequence[int]) -> Tensor:
+        return torch.tensor(integers, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
 
     @cached_property
     def last(self) -> tuple[Tensor, Tensor]:
@@ -116,8 +116,8 @@ class Sequences:
     def chunks(self, size: int) -> Chunks:
         """The layout for a chunk size, or less: what the longest history needs, and the short ones do not fill."""
         lengths = [b - a for a, b in itertools.pairwise(self.offsets)]
-        longest = max(lengths, default=1)
-        while size // 2 >= max(longest, 1):
+        longest = max([1, *lengths])
+        while size // 2 >= longest:
             size //= 2
         while size > _LEAST and sum(-(-n // size) for n in lengths) * size > 2 * self.offsets[-1]:
             size //= 2
@@ -126,12 +126,7 @@ class Sequences:
         return self._layouts[size]
 
     @cached_property
-    def _layouts(self) -> dict[int, Chunks]:
-        return {}
-
-    @cached_property
     def retention_chunks(self) -> Chunks:
-        """Chunks of the retention channel."""
         return self.chunks(self.config.retention_chunk)
 
     @cached_property

@@ -71,7 +71,7 @@ def test_ablations_agree_in_all_forms_and_in_serving(preset, ablation):
 
 def test_periods_of_a_temporal_channel_that_is_off_cost_nothing(monkeypatch):
     encoder, batch = make_encoder(use_temporal=False, temporal_periods=(7, 60, 3600)), make_batch([6, 0, 1])
-    monkeypatch.setattr(sequences_module, "phase_vectors", lambda *_: pytest.fail("nobody asks for phases"))
+    monkeypatch.setattr(sequences_module, "phase_vectors", lambda *_: pytest.fail("phases are not needed"))
     y = encoder(*batch.inputs)
     state = encoder.append(encoder.init_state(3), *batch.inputs[:3])
     torch.testing.assert_close(encoder.query(state, batch.request)[[0, 2]], y[[5, 6]], rtol=0, atol=1e-12)
@@ -140,7 +140,7 @@ def test_no_output_depends_on_a_later_event(cut):
     encoder, batch = make_encoder(), make_batch([13])
     y = encoder(*batch.inputs)
     batch.x[cut:] = torch.randn_like(batch.x[cut:])
-    batch.timestamps[cut + 1 :] += 77_777  # t_{cut+1} itself is known to event cut: it is when it is asked
+    batch.timestamps[cut + 1 :] += 77_777  # t_{cut+1} itself is known to event cut: it is its request time
     other = encoder(*batch.inputs)
     torch.testing.assert_close(other[:cut], y[:cut], rtol=0, atol=1e-12)
     assert not torch.allclose(other[cut:], y[cut:])
@@ -165,7 +165,7 @@ def test_tiles_and_checkpointing_change_nothing(checkpointing, lengths, seed, ti
     wanted = outcome(make_encoder(seed=seed), batch, "chunkwise")
     encoder = make_encoder(seed=seed, activation_checkpointing=checkpointing)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(encoder_module.TILE_NUMBERS, "cpu", 16 * tile)
+        patch.setitem(encoder_module.TILE_ELEMENTS, "cpu", 16 * tile)
         assert_all_close(outcome(encoder, batch, "chunkwise"), wanted)
         with torch.no_grad():
             torch.testing.assert_close(encoder(*batch.inputs), wanted[0].detach(), rtol=0, atol=1e-11)
@@ -379,7 +379,7 @@ def sum_gradients_with_an_empty_rank():
     return float(encoder.positions.grad.abs().sum())
 
 
-def test_a_process_without_events_takes_part_in_the_reduction(workers):
+def test_a_rank_without_events_takes_part_in_the_reduction(workers):
     first, second = workers(2).run(sum_gradients_with_an_empty_rank)
     assert first == second > 0
 

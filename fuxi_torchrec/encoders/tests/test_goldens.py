@@ -173,8 +173,8 @@ def test_the_retention_channel_alone(channels, dtype, form):
     channel.decay.data.copy_(channels["ret.gamma_raw"])
     torch.testing.assert_close(channel.log_decay().exp().double(), channels["ret.decay_per_head"], rtol=0, atol=1e-6)
     q, k, v = leaves(channels, dtype, "ret.q", "ret.k", "ret.v")
-    heads = (x.unflatten(-1, (4, 8)) for x in (q, k, v))
-    y = channel.attend(*heads, sequences, form)[0].flatten(-2)
+    heads = tuple(x.unflatten(-1, (4, 8)) for x in (q, k, v))
+    y = channel.attend(heads, sequences, form, None, False)[0].flatten(-2)
     check_channel(channels, dtype, y, "ret", {"q": q, "k": k, "v": v, "gamma_raw": channel.decay})
 
 

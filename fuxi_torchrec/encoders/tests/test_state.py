@@ -54,7 +54,7 @@ def last_rows(encoder, batch):
 def test_append_then_query_equals_forward_however_events_are_cut(preset, lengths, cuts, seed, tile):
     encoder, batch = make_encoder(preset=preset, seed=seed), make_batch(lengths, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(encoder_module.TILE_NUMBERS, "cpu", 16 * tile)
+        patch.setitem(encoder_module.TILE_ELEMENTS, "cpu", 16 * tile)
         state = append_in_cuts(encoder, batch, cuts)
     assert state.count.tolist() == lengths
     found = encoder.query(state, batch.request)

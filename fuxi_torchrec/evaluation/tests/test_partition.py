@@ -12,9 +12,9 @@ from fuxi_torchrec.evaluation.partition import UserPartition
     st.integers(1, 9),
     st.integers(1, 40),
 )
-def test_every_user_is_in_one_batch_in_order_and_batches_are_bounded(lengths, processes, batch_events, most, wanted):
+def test_every_user_is_in_one_batch_in_order_and_batches_are_bounded(lengths, ranks, batch_events, most, wanted):
     users = np.arange(len(lengths)) * 3
-    partition = UserPartition.of(users, np.array(lengths, np.int64), processes, batch_events, most)
+    partition = UserPartition.of(users, np.array(lengths, np.int64), ranks, batch_events, most)
     flat = [user for batches in partition.batches for batch in batches for user in batch.tolist()]
     assert flat == users.tolist()
     assert len({len(batches) for batches in partition.batches}) == 1

@@ -1,4 +1,4 @@
-"""Ranks against counting, on one, two and four processes."""
+"""Ranks against counting, on one, two and four ranks."""
 
 import math
 
@@ -14,7 +14,7 @@ from fuxi_torchrec.evaluation.ranking import Catalogue, Queries
 from fuxi_torchrec.tasks.rank_metrics import CUTS, UNRANKED, RankMetrics
 
 ROWS = 90
-# users of each process
+# users of each rank
 USERS = {"uneven": (7, 0, 3, 12), "one": (0, 5, 0, 0), "none": (0, 0, 0, 0), "first": (9, 0, 0, 0)}
 
 
@@ -87,7 +87,7 @@ def test_ranks_are_those_of_counting(workers, world, filtered):
         (some, USERS["uneven"], (16, 7)),  # a few users and items at a time
         (some, USERS["one"], None),
         (some, USERS["none"], None),
-        (torch.tensor([4, 8, 9]), USERS["first"], None),  # fewer than processes
+        (torch.tensor([4, 8, 9]), USERS["first"], None),  # fewer than ranks
         (torch.tensor([8]), USERS["uneven"], None),
     ):
         expected = counted(world, users, candidates, filtered)

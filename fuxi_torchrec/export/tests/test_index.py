@@ -41,7 +41,7 @@ def test_recall_is_the_share_of_the_nearest_that_is_found(items, exact_items):
 def test_items_that_tie_with_the_last_belong(tmp_path):
     vectors = np.tile(np.eye(DIM, dtype=np.float32)[:2], (20, 1))
     paths = [write(tmp_path / "0", vectors, index=np.arange(1, 41))]
-    index, _ = indices.build(paths, 40, DIM)
+    index, _ = indices.build(paths, 40, DIM, exact_items=40)
     queries = np.eye(DIM, dtype=np.float32)[:1]
     assert indices.recall(index, queries, indices.nearest_scores(paths, queries, 7), paths) == 1.0
 
@@ -73,5 +73,5 @@ def test_an_approximate_index_searches_harder_until_enough_is_found(items, monke
     said = indices.tuned(index, about, queries, exact, paths)
     assert said["recall@100"] == indices.recall(index, queries, exact, paths) > before
     assert said["search_effort"] > 8 and (said["recall@100"] >= 0.95 or said["search_effort"] == 4096)
-    flat, about = indices.build(paths, len(ids), DIM)
+    flat, about = indices.build(paths, len(ids), DIM, exact_items=len(ids))
     assert indices.tuned(flat, about, queries, exact, paths) == {"kind": "flat", "recall@100": 1.0, "queries": 50}

@@ -21,7 +21,6 @@ class Batcher(Generic[Given, Result]):
 
     Args:
         work: a result for each of several inputs; an error is every caller's, unless ``repeat``.
-        name: of the thread.
         most: inputs of a batch.
         window_seconds: how long to wait for more after the first.
         waiting: inputs that may wait; more are refused.
@@ -58,7 +57,6 @@ class Batcher(Generic[Given, Result]):
         self._thread.start()
 
     def submit(self, given: Given) -> "Future[Result]":
-        """Hand in one input."""
         future: Future[Result] = Future()
         with self._lock:
             if self._closed:

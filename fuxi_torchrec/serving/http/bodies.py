@@ -37,7 +37,6 @@ class _Question(_Strict):
     exclude_seen: bool = Field(False, description="leave out the items of the history")
 
     def request(self, user_id: UserId, unit: str) -> requests.Request:
-        """What a Recommender is asked."""
         return requests.Request(user_id, self.time if self.time is not None else now(unit), self.k, self.exclude_seen)
 
 
@@ -56,7 +55,6 @@ class PastEvent(_Strict):
     columns: dict[str, Any] | None = None
 
     def event(self, user_id: UserId = "") -> requests.Event:
-        """The same for a Recommender."""
         features = None
         if self.features is not None:
             features = self.features.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
@@ -208,7 +206,7 @@ def _features(recommender: Recommender) -> Any:
     """Features of an event, by name; the fields have names of our own, since a class cannot have every one."""
     fields: dict[str, Any] = {}
     for number, feature in enumerate(recommender.manifest.features):
-        rows = recommender.feature_rows(feature.name)
+        rows = recommender.feature_rows.get(feature.name)
         kind: Any = Text | None
         if rows is not None:
             value = Annotated[int, Field(ge=0, le=rows - 1), BeforeValidator(_whole)]

@@ -13,19 +13,17 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
-    """An error as callers see it."""
-    return JSONResponse({"detail": detail}, status, headers)
+    """An error as callers see it; what cannot be written as JSON is replaced."""
+    return JSONResponse({"detail": detail.encode("utf-8", "replace").decode()}, status, headers)
 
 
 class Guard:
     """Asks for the token before the body, limits bodies, counts requests and times them.
 
     Args:
-        app: what is guarded.
         token: that callers must show, if given.
-        open_paths: where nobody is asked for it, and no body is read.
+        open_paths: where no token is needed, and no body is read.
         paths: that there are; the others are counted as one.
-        body_bytes: of a request.
         observe: is told path, status and seconds of every request.
     """
 
@@ -42,7 +40,6 @@ class Guard:
         self.body_bytes, self.observe = body_bytes, observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one request pass, or answer it here."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

@@ -38,11 +38,9 @@ class Metrics:
             ("log_bytes", "Size of the append log"),
             ("log_failed", "Whether nothing can be appended any more"),
         ):
-            gauge = Gauge(f"fuxi_{name}", what, **named)
-            gauge.set_function(partial(_read, recommender, name))
+            Gauge(f"fuxi_{name}", what, **named).set_function(partial(_read, recommender, name))
 
     def observe(self, path: str, status: int, seconds: float) -> None:
-        """One request."""
         self.requests.labels(path, str(status)).inc()
         self.seconds.labels(path).observe(seconds)
 

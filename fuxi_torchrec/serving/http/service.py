@@ -43,9 +43,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
     """The service around a Recommender, which it closes at the end.
 
     Args:
-        recommender: answers.
         token: that callers must show, if given; /health and the description are open.
-        limits: of requests.
     """
     limits = limits or Limits()
     service = Service(recommender, limits)
@@ -96,18 +94,13 @@ def _problems(*codes: int) -> dict[int | str, dict[str, Any]]:
 
 
 class Service:
-    """What each path does. Questions for users, and events, of many callers are worked on together.
-
-    Args:
-        recommender: answers; closed with the service.
-        limits: of requests.
-    """
+    """What each path does. Requests for users, and events, of many callers are worked on together."""
 
     def __init__(self, recommender: Recommender, limits: Limits) -> None:
         self.recommender, self.limits, self.metrics = recommender, limits, Metrics(recommender)
         self._unit = recommender.manifest.time_unit
         self._in_threads = self._held = 0
-        self._asking: Batcher[requests.Request, requests.Answer] = Batcher(
+        self._recommending: Batcher[requests.Request, requests.Answer] = Batcher(
             recommender.answer,
             "recommend",
             limits.max_batch,
@@ -116,7 +109,7 @@ class Service:
             self.metrics.batch.labels("recommend").observe,
             repeat=True,
         )
-        self._telling: Batcher[list[requests.Event], requests.Appended] = Batcher(
+        self._appending: Batcher[list[requests.Event], requests.Appended] = Batcher(
             partial(recommender.append_events, checked=True),  # by the description of NewEvent
             "append",
             limits.max_batch,
@@ -132,22 +125,20 @@ class Service:
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         """Everything acknowledged is on disk at the end."""
         yield
-        await asyncio.to_thread(self._asking.close)
-        await asyncio.to_thread(self._telling.close)
+        await asyncio.to_thread(self._recommending.close)
+        await asyncio.to_thread(self._appending.close)
         self.recommender.close()
         logger.info("everything acknowledged is on disk; stopped")
 
     async def recommend(self, body: bodies.Recommend) -> Response:
-        """For a user."""
         request = body.request(body.user_id, self._unit)
         self.recommender.check(request)
-        answer = await asyncio.wrap_future(self._asking.submit(request))
+        answer = await asyncio.wrap_future(self._recommending.submit(request))
         if not answer.known:
             self.metrics.unknown.inc()
         return JSONResponse(answer.to_dict())
 
     async def recommend_history(self, body: bodies.RecommendHistory) -> Response:
-        """For a history that is not stored."""
         events = sorted((past.event() for past in body.events), key=lambda event: event.timestamp)
         request = body.request("", self._unit)
         select = any(event.columns for event in events)
@@ -155,21 +146,16 @@ class Service:
         return JSONResponse(answer.to_dict())
 
     async def append(self, body: bodies.Append) -> bodies.Appended:
-        """Events of users."""
         events = [new.event(new.user_id) for new in body.events]
         filtering = bool(self.recommender.manifest.log.where)
         kept = await self._in_thread(len(events), self._selected, events) if filtering else self._selected(events)
-        done = await asyncio.wrap_future(self._telling.submit(kept))
+        done = await asyncio.wrap_future(self._appending.submit(kept))
         done = replace(done, filtered=len(events) - len(kept))
-        self.metrics.events.labels("accepted").inc(done.accepted)
-        self.metrics.events.labels("late").inc(done.late)
-        self.metrics.events.labels("unknown_item").inc(done.unknown_items)
-        self.metrics.events.labels("rare_item").inc(done.rare_items)
-        self.metrics.events.labels("filtered").inc(done.filtered)
+        for outcome, count in vars(done).items():
+            self.metrics.events.labels(outcome.removesuffix("s")).inc(count)
         return bodies.Appended(**vars(done))
 
     async def forget(self, body: bodies.Forget) -> bodies.Forgotten:
-        """Users that are unknown from now on."""
         count = await self._in_thread(len(body.user_ids), self.recommender.forget, body.user_ids)
         self.metrics.forgotten.inc(count)
         return bodies.Forgotten(forgotten=count)
@@ -207,30 +193,20 @@ class Service:
 def _answer_problems(app: FastAPI) -> None:
     """Every error is ``{"detail": text}``, and no text repeats what cannot be written as JSON."""
 
-    @app.exception_handler(RequestValidationError)
-    async def not_as_described(_: Request, error: RequestValidationError) -> Response:
-        said = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()[:10]]
-        text = "; ".join(said).encode("utf-8", "replace").decode()
-        return problem(422, text)
+    async def answer(_: Request, error: Exception) -> Response:
+        match error:
+            case RequestValidationError():
+                said = [f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in error.errors()[:10]]
+                return problem(422, "; ".join(said))
+            case HTTPException():
+                return problem(error.status_code, str(error.detail), dict(error.headers or {}))
+            case OverloadedError():
+                return problem(503, str(error), {"Retry-After": "1"})
+            case ExportError():
+                logger.error("%s", error)
+                full = isinstance(error, requests.FullError)
+                return problem(503, str(error) if full else "the request cannot be served now; the log says why")
+        return problem(400, str(error))
 
-    @app.exception_handler(HTTPException)
-    async def refused(_: Request, error: HTTPException) -> Response:
-        return problem(error.status_code, str(error.detail), dict(error.headers or {}))
-
-    @app.exception_handler(ExportError)
-    async def cannot_write(_: Request, error: ExportError) -> Response:
-        logger.error("%s", error)
-        return problem(503, "the request cannot be served now; the log says why")
-
-    @app.exception_handler(requests.FullError)
-    async def full(_: Request, error: requests.FullError) -> Response:
-        logger.error("%s", error)
-        return problem(503, str(error))
-
-    @app.exception_handler(OverloadedError)
-    async def overloaded(_: Request, error: OverloadedError) -> Response:
-        return problem(503, str(error), {"Retry-After": "1"})
-
-    @app.exception_handler(ValueError)
-    async def implausible(_: Request, error: ValueError) -> Response:
-        return problem(400, str(error).encode("utf-8", "replace").decode())
+    for kind in (RequestValidationError, HTTPException, OverloadedError, ExportError, ValueError):
+        app.add_exception_handler(kind, answer)

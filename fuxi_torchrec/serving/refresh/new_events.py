@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
-from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of, of_events, take
+from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of, take
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import OnBadRows, quote
 from fuxi_torchrec.events.sources import FILE, ROW, Source, of_log
@@ -116,13 +116,9 @@ def _by_user(table: pa.Table, forgotten: pa.Array, bundle: Bundle, values: Value
     }
     user = encoded.indices.to_numpy().astype(np.int64)
     order = np.lexsort((times, user))  # stable: ties keep the order of the log
-    histories = of_events(
-        len(encoded.dictionary),
-        user[order],
-        items[order],
-        times[order].astype(np.int64),
-        {name: take(column, order) for name, column in features.items()},
-    )
+    features = {name: take(column, order) for name, column in features.items()}
+    offsets = bounds_of(np.bincount(user, minlength=len(encoded.dictionary)))
+    histories = Histories(offsets, items[order], times[order].astype(np.int64), features)
     unknown = int((items == UNKNOWN).sum())
     return NewEvents(encoded.dictionary, histories, unknown, rare, bad, digest, forgotten)
 

@@ -7,7 +7,7 @@ Rules, also in the manifest:
 * An event older than the user's last one is late: it is counted and left out. The next full export has it.
 * The same events applied again, whatever files they are in, are recognised and left out.
 * Users to forget are left out, and what they did until now stays out of later refreshes too.
-* Vectors of touched users are asked at the new ``as_of``; the others keep theirs, unless all are asked again.
+* Touched users are queried at the new ``as_of``; the others keep their vectors, unless all are queried again.
 """
 
 import hashlib
@@ -44,8 +44,8 @@ def refresh(
         export: the one to begin with; it is not changed.
         events: CSV or Parquet logs (a file, a directory, a glob), or a Recommender's log directory.
         output: must not exist, or be this very refresh, already done.
-        as_of: when users are asked; the latest of the export's own and of the events by default, and never before.
-        requery_all: ask all users, not only touched ones.
+        as_of: the request time; the latest of the export's own and of the events by default, and never before.
+        requery_all: query all users, not only touched ones.
         forget: users that the new export does not have.
         columns: names of the log's columns where they are others.
         on_bad_rows: as when the dataset was prepared by default.
@@ -54,43 +54,28 @@ def refresh(
     began = time.perf_counter()
     new = read_events(events, bundle, columns, on_bad_rows)
     manifest = bundle.manifest
-    latest = max(manifest.as_of, int(new.histories.times.max(initial=0)))
+    unit, latest = manifest.time_unit, max(manifest.as_of, int(new.histories.times.max(initial=0)))
     if as_of is None:
         as_of = latest
-    check_time(as_of, manifest.as_of, manifest.time_unit, "as_of")
+    check_time(as_of, manifest.as_of, unit, "as_of")
     if as_of < latest:
         raise ExportError(
-            f"as_of {as_of} ({show_time(as_of, manifest.time_unit)}) is before {latest} "
-            f"({show_time(latest, manifest.time_unit)}), the latest of the export's own as_of and the new events: a "
-            "user is not asked before an event that is known. Give a later time, or none"
+            f"as_of {as_of} ({show_time(as_of, unit)}) is before {latest} ({show_time(latest, unit)}), the latest of "
+            "the export's own as_of and the new events: a user is not queried before a known event. Give a later "
+            "time, or none"
         )
-    asked = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
-    request = hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-    summary = Summary(
-        str(output),
-        as_of,
-        len(new),
-        unknown_items=new.unknown_items,
-        rare_items=new.rare_items,
-        bad_rows=new.bad_rows,
-    )
+    wanted = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
+    request = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
+    summary = Summary(str(output), as_of, len(new), bad_rows=new.bad_rows)
+    summary.unknown_items, summary.rare_items = new.unknown_items, new.rare_items
     if _done_already(output, request):
         summary.already_done = True
         return summary
     with NewDirectory(output) as place:
         summary.seconds["reading"] = time.perf_counter() - began
-        run = RefreshRun(
-            bundle,
-            new,
-            place,
-            as_of,
-            requery_all,
-            forget,
-            summary,
-            progress or (lambda *_: None),
-            _since(Path(events), bundle),
-        )
-        run.run(request)
+        since = _since(Path(events), bundle)
+        show = progress or (lambda *_: None)
+        RefreshRun(bundle, new, place, as_of, requery_all, forget, summary, show, since).run(request)
     return summary
 
 

@@ -1,9 +1,11 @@
 """One refresh at work: part after part, users that did something encoded on, the others' files linked."""
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.artifacts import sync
-from fuxi_torchrec.encoders.state import EncoderState, States
+from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.histories import Histories, Ints, covered
 from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import (
@@ -25,7 +27,6 @@ from fuxi_torchrec.export.bundle import (
     Bundle,
     ExportError,
     FileEntry,
-    check_file,
     describe_file,
     write_manifest,
 )
@@ -45,9 +46,8 @@ from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.encoding import UserModel, batches
 from fuxi_torchrec.serving.forgotten import KEY as FORGOTTEN
 from fuxi_torchrec.serving.forgotten import Forgotten
-from fuxi_torchrec.serving.refresh.files import link
 from fuxi_torchrec.serving.refresh.new_events import NewEvents
-from fuxi_torchrec.serving.refresh.summary import Clock, Summary
+from fuxi_torchrec.serving.refresh.summary import Summary
 
 logger = get_logger(__name__)
 
@@ -55,7 +55,7 @@ PART_USERS = 2**14  # new users fill up the last part to this
 RULES = {
     "late": "an event older than its user's last one is counted and left out; the next full export has it",
     "anchors": "past max_positions encoded events a user starts anew from the last max_length",
-    "as_of": "touched users are asked at the refresh's as_of; users/ says when each was asked",
+    "as_of": "touched users are queried at the refresh's as_of; users/ has the request time of each",
 }
 
 Progress = Callable[[str, int, int], None]  # what is done, users so far, users in all
@@ -64,7 +64,7 @@ Since = Literal["export", "before", "unknown"]
 
 
 class RefreshRun:
-    """One run: part after part."""
+    """One run, which writes to a place that becomes the export."""
 
     def __init__(
         self,
@@ -76,14 +76,13 @@ class RefreshRun:
         forget: Sequence[int | str],
         summary: Summary,
         progress: Progress,
-        since: Since = "unknown",
+        since: Since,
     ) -> None:
         self.bundle, self.manifest, self.place = bundle, bundle.manifest, place
         self.as_of, self.requery_all, self.summary, self.progress = as_of, requery_all, summary, progress
-        for name in (ENCODER, TABLES):
-            check_file(bundle.path / name, self.manifest.files[name], contents=True)
+        bundle.check(ENCODER, TABLES)
         self.model = UserModel(bundle)
-        self.new, self.digest, self.since = new, new.digest, since
+        self.new, self.since, self.clock = new, since, summary.timed
         self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
         self.files: dict[str, FileEntry] = {}
         self.users = self.states = self.done = 0
@@ -96,12 +95,11 @@ class RefreshRun:
 
     def run(self, request: str) -> None:
         """All parts, then what is the same, then the manifest."""
-        clock = self.clock = Clock(self.summary.seconds)
         for folder in (USERS, HISTORIES, STATES):
             (self.place / folder).mkdir()
         events, ids, renewed = self._wanted_events()
         numbers = [part_number(path) for path in self.bundle.parts(USERS)]
-        with clock("reading"):
+        with self.clock("reading"):
             self.bundle.check(USERS)
             members = [read_users(self._path(USERS, number), (), embedding=False).ids for number in numbers]
         again = pa.array(_mask(ids, renewed))  # they start anew, as users that are not there
@@ -110,11 +108,12 @@ class RefreshRun:
         found: NDArray[np.bool_] = np.logical_or.reduce(
             [np.zeros(len(ids), bool), *(pc.is_valid(each).to_numpy(zero_copy_only=False) for each in rows)]
         )
-        asked = [_mask(part, self.forget) for part in members]
-        forgotten = [mask | _mask(part, renewed) for mask, part in zip(asked, members, strict=True)]
+        named = [_mask(part, self.forget) for part in members]
+        forgotten = [mask | _mask(part, renewed) for mask, part in zip(named, members, strict=True)]
         self.summary.forgotten_users = int(sum(mask.sum() for mask in forgotten))
-        self.summary.unknown_forgotten = len(self.forget) - int(sum(mask.sum() for mask in asked))
+        self.summary.unknown_forgotten = len(self.forget) - int(sum(mask.sum() for mask in named))
         fresh = np.flatnonzero(~found)
+        self.summary.new_users = len(fresh)
         self.total = sum(len(part) for part in members) + len(fresh)
         for n, number in enumerate(numbers):
             here = pc.is_valid(rows[n]).to_numpy(zero_copy_only=False)
@@ -131,9 +130,13 @@ class RefreshRun:
         next_number = max(numbers, default=-1) + 1
         for begin in range(0, len(fresh), PART_USERS):
             some = fresh[begin : begin + PART_USERS]
-            self._new_part(next_number + begin // PART_USERS, ids.take(pa.array(some)), events.select(some))
-        with clock("files"):
-            self._link_the_rest()
+            users = Users.new(ids.take(pa.array(some)), self.manifest.dimension)
+            nothing, number = Histories.empty(len(some), self.manifest.features), next_number + begin // PART_USERS
+            self._write_part(number, users, nothing, events.select(some), None, True)
+        with self.clock("files"):
+            for name in self.manifest.files:
+                if name.split("/")[0] not in (USERS, HISTORIES, STATES):
+                    self._link(name)
             self._finish(request)
 
     def _wanted_events(self) -> tuple[Histories, pa.Array, pa.Array]:
@@ -141,16 +144,16 @@ class RefreshRun:
         users to forget.
         """
         new = self.new
-        if self.digest in self.applied:
+        if new.digest in self.applied:
             self.summary.applied_before = True
-            logger.info("these events were applied before: %s", self.digest[:16])
+            logger.info("these events were applied before: %s", new.digest[:16])
             return Histories.empty(0, self.manifest.features), new.users[:0], new.forgotten[:0]
         counts = np.repeat(~_mask(new.users, self.forget), new.histories.lengths)
         if self.since != "export":  # what a Recommender on this export took came after it had forgotten
             counts &= self.forgotten.counts(new.users, new.histories)
         self.summary.forgotten_events = int((~counts).sum())
         if len(new) or len(new.forgotten):
-            self.applied.append(self.digest)
+            self.applied.append(new.digest)
         histories = new.histories.filter(counts)
         kept = np.flatnonzero(histories.lengths)
         return histories.select(kept), new.users.take(pa.array(kept)), new.forgotten
@@ -200,36 +203,30 @@ class RefreshRun:
         if not changes and not self.requery_all:
             self._link_part(number)
             return
-        histories = histories if histories is not None else self._histories(number, users)
+        if histories is None:
+            histories = self._histories(number, users)
         # new events, a row per user of the part
         place = np.full(len(users), len(events))
         place[touched] = np.arange(len(touched))
         added = Histories.stack((events, Histories.empty(1, self.manifest.features))).select(place)
-        users = users.stack(Users.new(new_ids, self.manifest.dimension))
+        users = Users.stack((users, Users.new(new_ids, self.manifest.dimension)))
         histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.features)))
         added = Histories.stack((added, new_events))
         kept = np.flatnonzero(~np.concatenate((forgotten, np.zeros(len(new_ids), bool))))
-        self.summary.new_users += len(new_ids)
         old_states = None
         if (users.state_row != NO_STATE).any():
-            old_states = StateFile.open(
-                self._path(STATES, number, "bin"), self.manifest.model_id, self.manifest.state_bytes - TRAILER_BYTES
-            )
+            path, size = self._path(STATES, number, "bin"), self.manifest.state_bytes - TRAILER_BYTES
+            old_states = StateFile.open(path, self.manifest.model_id, size)
         self._write_part(number, users.select(kept), histories.select(kept), added.select(kept), old_states, changes)
 
     def _histories(self, number: int, users: Users) -> Histories:
         path = self._path(HISTORIES, number)
         with self.clock("reading"):
-            check_file(path, self.manifest.files[part_name(HISTORIES, number)], contents=True)
+            self.bundle.check(part_name(HISTORIES, number))
             histories = read_histories(path, users.ids, self.manifest.features)
         if not np.array_equal(histories.lengths, users.events):
             raise ExportError(f"{path}: lengths are not those in users/: export again")
         return histories
-
-    def _new_part(self, number: int, ids: pa.Array, events: Histories) -> None:
-        users = Users.new(ids, self.manifest.dimension)
-        self.summary.new_users += len(ids)
-        self._write_part(number, users, Histories.empty(len(ids), self.manifest.features), events, None, True)
 
     def _write_part(
         self,
@@ -252,33 +249,28 @@ class RefreshRun:
         # states are appended to or encoded in batches of bounded size
         has_state = (users.state_row != NO_STATE) & ~fresh_anchor
         cost = np.where(has_state, added.lengths, np.where(touched | self.requery_all, joined.lengths, 0))
-        first = 0
-        for end in batches(cost):
-            rows = np.arange(first, end)
+        for begin, end in batches(cost):
+            rows = np.arange(begin, end)
             self._encode(users, rows, joined, added, has_state, old_states, new_states)
             self.done += len(rows)
             self.progress("encoding", self.done, self.total)
-            first = end
         users.events, some = joined.lengths, joined.lengths > 0
         users.last_time[some] = joined.times[joined.offsets[1:][some] - 1]
         users.anchor_time[some] = joined.times[joined.offsets[:-1][some]]
         with self.clock("files"):
-            names = [part_name(USERS, number)]
+            names = _names(number)
             write_users(self.place / names[0], users)
             if changes:
-                names.append(part_name(HISTORIES, number))
                 write_histories(self.place / names[1], users.ids, joined)
             if new_states is not None:
                 new_states.close()
                 sync(new_states.path)
-                names.append(part_name(STATES, number, "bin"))
             for name in names:
-                self.files[name] = describe_file(self.place / name)
-            if not changes:
-                self._link(part_name(HISTORIES, number))
-                self._link(part_name(STATES, number, "bin"))
-        self.users += len(users)
-        self.states += int((users.state_row != NO_STATE).sum())
+                if (self.place / name).exists():
+                    self.files[name] = describe_file(self.place / name)
+                elif not changes:
+                    self._link(name)
+        self._count(users)
         self.summary.parts_rewritten += 1
 
     def _anchored(self, users: Users, joined: Histories) -> tuple[Histories, NDArray[np.bool_]]:
@@ -302,22 +294,29 @@ class RefreshRun:
     ) -> None:
         """States and vectors of some rows of a part."""
         with self.clock("encoding"):
-            records = self._whole_records(users, rows[has_state[rows]], old_states)
-            asked = [row for row in rows.tolist() if self.requery_all or added.offsets[row] < added.offsets[row + 1]]
-            continued = [row for row in asked if row in records]
-            encoded = [row for row in asked if row not in records]
-            damaged = set(rows[has_state[rows]].tolist()) - records.keys()
+            stored, records = rows[has_state[rows]], dict[int, Tensor]()
+            if old_states is not None:
+                found = zip(stored.tolist(), *old_states.get(users.state_row[stored]), strict=True)
+                records = {row: record for row, record, whole in found if whole}
+            queried = [row for row in rows.tolist() if self.requery_all or added.offsets[row] < added.offsets[row + 1]]
+            continued = [row for row in queried if row in records]
+            encoded = [row for row in queried if row not in records]
+            damaged = set(stored.tolist()) - records.keys()
             self.summary.damaged_states += len(damaged)
             if new_states is not None:
                 encoded += sorted(damaged.difference(encoded))
-            state = self._states(continued, encoded, records, joined, added)
+            pieces = [self.model.encode(joined.select(np.array(encoded, np.int64)))]
+            if continued:
+                before = self.model.read(torch.stack([records[row] for row in continued]))
+                pieces.insert(0, self.model.append(before, added.select(np.array(continued))))
+            state = self.model.concatenate(pieces)
             self.summary.encoded_users += int((joined.lengths[encoded] > 0).sum())
             place = {row: n for n, row in enumerate(continued + encoded)}
-            if asked:
-                chosen = state.select([place[row] for row in asked])
-                users.embedding[asked] = self.model.vectors(chosen, np.full(len(asked), self.as_of)).numpy()
-                users.as_of[asked] = self.as_of
-                self.summary.requeried_users += len(asked)
+            if queried:
+                chosen = state.select([place[row] for row in queried])
+                users.embedding[queried] = self.model.vectors(chosen, np.full(len(queried), self.as_of)).numpy()
+                users.as_of[queried] = self.as_of
+                self.summary.requeried_users += len(queried)
         if new_states is None:
             return
         with self.clock("files"):
@@ -329,67 +328,57 @@ class RefreshRun:
             if kept:
                 users.state_row[kept] = new_states.append(torch.stack([records[row] for row in kept]))
 
-    def _whole_records(self, users: Users, rows: Ints, old_states: StateFile | None) -> dict[int, Tensor]:
-        """Stored states by row, without damaged ones."""
-        if old_states is None or not len(rows):
-            return {}
-        records, whole = old_states.get(users.state_row[rows])
-        found = zip(rows.tolist(), records, whole.tolist(), strict=True)
-        return {row: record for row, record, fine in found if fine}
-
-    def _states(
-        self,
-        continued: list[int],
-        encoded: list[int],
-        records: dict[int, Tensor],
-        joined: Histories,
-        added: Histories,
-    ) -> States:
-        """States of users that go on from a stored one, then of those that are encoded from their history."""
-        pieces = [self.model.encode(joined.select(np.array(encoded, np.int64)))]
-        if continued:
-            stored = self.model.read(torch.stack([records[row] for row in continued]))
-            pieces.insert(0, self.model.append(stored, added.select(np.array(continued))))
-        return self.model.like.concatenate(pieces)
-
     # --- files -------------------------------------------------------------------------------------------------------
 
     def _link(self, name: str) -> None:
-        if name in self.manifest.files and name not in self.files:
-            link(self.bundle.path / name, self.place / name)
-            self.files[name] = self.manifest.files[name]
+        """The same file in the new export, or a copy where links cannot be made."""
+        if name not in self.manifest.files:
+            return
+        source, target = self.bundle.path / name, self.place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, target)
+        except OSError:
+            shutil.copy2(source, target)
+            sync(target)
+        self.files[name] = self.manifest.files[name]
 
     def _link_part(self, number: int) -> None:
-        for name in (part_name(USERS, number), part_name(HISTORIES, number), part_name(STATES, number, "bin")):
+        for name in _names(number):
             self._link(name)
-        rows = read_users(self._path(USERS, number), ("state_row",), embedding=False)
-        self.users += len(rows)
-        self.states += int((rows.state_row != NO_STATE).sum())
-        self.done += len(rows)
+        users = read_users(self._path(USERS, number), ("state_row",), embedding=False)
+        self._count(users)
+        self.done += len(users)
         self.summary.parts_linked += 1
         self.progress("encoding", self.done, self.total)
 
-    def _link_the_rest(self) -> None:
-        for name in self.manifest.files:
-            if name.split("/")[0] not in (USERS, HISTORIES, STATES):
-                self._link(name)
+    def _count(self, users: Users) -> None:
+        self.users += len(users)
+        self.states += int((users.state_row != NO_STATE).sum())
 
     def _finish(self, request: str) -> None:
-        before = {"model_id": self.manifest.model_id, "as_of": self.manifest.as_of}
+        before = self.manifest
+        parent: dict[str, Any] = {"model_id": before.model_id, "as_of": before.as_of}
+        parent |= {"applied": self.applied, "request": request}
         # a log that this run did not see may be older than the clock, and one that it saw ahead of it
-        until = max(now(self.manifest.time_unit), int(self.new.histories.times.max(initial=0)))
-        forgotten = self.forgotten.and_these(self.forget.to_pylist(), until).until
-        parent = {**before, "applied": self.applied, "request": request}
+        until = max(now(before.time_unit), int(self.new.histories.times.max(initial=0)))
+        if forgotten := self.forgotten.and_these(self.forget.to_pylist(), until).until:
+            parent[FORGOTTEN] = forgotten
         manifest = replace(
-            self.manifest,
+            before,
             as_of=self.as_of,
             users=self.users,
             states=self.states,
-            rules={**self.manifest.rules, **RULES},
+            rules={**before.rules, **RULES},
             files=dict(sorted(self.files.items())),
-            parent={**parent, FORGOTTEN: forgotten} if forgotten else parent,
+            parent=parent,
         )
         write_manifest(self.place, manifest)
+
+
+def _names(number: int) -> tuple[str, str, str]:
+    """The files of a part."""
+    return part_name(USERS, number), part_name(HISTORIES, number), part_name(STATES, number, "bin")
 
 
 def _mask(ids: pa.Array, among: pa.Array) -> NDArray[np.bool_]:

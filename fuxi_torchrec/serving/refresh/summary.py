@@ -33,8 +33,14 @@ class Summary:
     parts_linked: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Count the time inside, unless there is an error."""
+        began = time.perf_counter()
+        yield
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began
+
     def lines(self) -> Iterator[str]:
-        """For people."""
         if self.already_done:
             yield f"{self.output} holds this refresh already: nothing was done"
             return
@@ -42,7 +48,7 @@ class Summary:
         if self.applied_before:
             yield "these events are part of the export already: none was applied again"
         yield (
-            f"users: {self.touched_users:,} touched, {self.new_users:,} of them new, {self.requeried_users:,} asked "
+            f"users: {self.touched_users:,} touched, {self.new_users:,} of them new, {self.requeried_users:,} queried "
             f"again, {self.encoded_users:,} encoded from their history, {self.reanchored_users:,} with a new anchor"
         )
         for count, what in (
@@ -60,19 +66,3 @@ class Summary:
                 yield f"{count:,} {what}"
         yield f"parts: {self.parts_rewritten} rewritten, {self.parts_linked} linked"
         yield ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
-
-
-class Clock:
-    """Seconds by what they were spent on."""
-
-    def __init__(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
-
-    @contextmanager
-    def __call__(self, what: str) -> Iterator[None]:
-        """Count the time inside."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - began

@@ -144,7 +144,7 @@ def anchors_of(counts, demo):
 
 
 def check_equals_full_export(path, logs, demo, expected_users):
-    """Every user is as if encoded at once from the right anchor, asked at the same time.
+    """Every user is as if encoded at once from the right anchor, queried at the same time.
 
     Args:
         logs: of the export and of each refresh after it, without late events.

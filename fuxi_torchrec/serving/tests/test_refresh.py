@@ -238,7 +238,7 @@ def test_an_output_is_never_written_over(tmp_path):
 
 
 @pytest.mark.parametrize("new", [-5, 9])
-def test_nobody_is_asked_before_an_event_that_is_known(tmp_path, new):
+def test_nobody_is_queried_before_a_known_event(tmp_path, new):
     _, last = small(tmp_path)
     events = Log([(0, 1001, last + new, {})]).write(tmp_path / "e.csv")
     latest = max(last, last + new)

@@ -16,36 +16,24 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Candidates:
-    """What targets are compared with.
+    """What targets are compared with."""
 
-    Attributes:
-        ids: (M,) distinct items in order, for all positions; or (P, K) items of each position.
-        log_weights: (M,) float32 added to the scores, or None.
-    """
-
-    ids: Ints
-    log_weights: Floats | None = None
+    ids: Ints  # (M,) distinct items in order, for all positions; or (P, K) items of each position
+    log_weights: Floats | None = None  # (M,) float32 added to the scores, or None
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What candidates are drawn for: the P positions of a rank's micro-batch that have a target.
+    """What candidates are drawn for: the P positions of a rank's micro-batch that have a target."""
 
-    Attributes:
-        seed, epoch, step: everything random follows from them, and from the position where each has its own draws.
-        events: the micro-batch.
-        positions: (P,) its events with a target.
-    """
-
-    seed: int
+    seed: int  # everything random follows from them, and from the position where each has its own draws
     epoch: int
     step: int
-    events: Events
-    positions: torch.Tensor
+    events: Events  # the micro-batch
+    positions: torch.Tensor  # (P,) its events with a target
 
     @property
     def targets_P(self) -> Ints:
-        """Ids of the targets."""
         return self.events.targets[self.positions].numpy()
 
     def places(self) -> tuple[Ints, Ints, Ints]:
@@ -58,13 +46,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Sampler(ABC):
-    """A way to choose candidates. A new one is a file here and a line in the registry.
+    """A way to choose candidates. A new one is a file here and a line in the registry."""
 
-    Args:
-        count: ``loss.num_negatives``, for samplers that draw a number of items.
-    """
-
-    count: int
+    count: int  # ``loss.num_negatives``, for samplers that draw a number of items
 
     needs_target_counts: ClassVar[bool] = False  # how often each item is a training target
     per_position: ClassVar[bool] = False  # candidates of its own for each position, (P, K); else one pool for all, (M,)
@@ -80,7 +64,7 @@ class Sampler(ABC):
 
 
 def below(limit: int, bits: Bits) -> Bits:
-    """Bits to numbers in 0 .. limit − 1, in place: ⌊limit · bits / 2^64⌋, but for the bits that would overflow."""
+    """Bits to integers in 0 .. limit − 1, in place: ⌊limit · bits / 2^64⌋, but for the bits that would overflow."""
     width = limit.bit_length()
     bits >>= np.uint64(width)
     bits *= np.uint64(limit)

@@ -10,9 +10,7 @@ class Full(Sampler):
     grows = True
 
     def draw(self, items: ItemSet, at: Draw) -> Candidates:
-        """Every known item, at every step."""
         return Candidates(items.ids)
 
     def lookups(self, events: int, items: int) -> int:
-        """The catalogue."""
         return items

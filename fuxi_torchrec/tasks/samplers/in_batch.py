@@ -15,7 +15,6 @@ class InBatch(Sampler):
     needs_target_counts = True
 
     def draw(self, items: ItemSet, at: Draw) -> Candidates:
-        """Without anything random: the targets are the draw."""
         assert items.target_counts is not None
         targets_P = at.targets_P
         targets_P = targets_P[targets_P > 0]
@@ -24,5 +23,4 @@ class InBatch(Sampler):
         return Candidates(ids_M, np.log(times_M / expected_M).astype(np.float32))
 
     def lookups(self, events: int, items: int) -> int:
-        """None that are not targets."""
         return 0

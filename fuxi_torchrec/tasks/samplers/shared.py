@@ -19,5 +19,4 @@ class Shared(Sampler):
         return Candidates(ids_M, np.log(times_M).astype(np.float32))
 
     def lookups(self, events: int, items: int) -> int:
-        """The pool."""
         return self.count

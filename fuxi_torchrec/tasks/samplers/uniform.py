@@ -29,5 +29,4 @@ class Uniform(Sampler):
         return Candidates(drawn_PK)
 
     def lookups(self, events: int, items: int) -> int:
-        """All of them, in the worst case."""
         return events * self.count

@@ -39,7 +39,7 @@ class Case:
         generator = torch.Generator().manual_seed(seed)
 
         def randn(*shape):
-            return (scale * torch.randn(*shape, generator=generator)).to(dtype)  # the same numbers in any dtype
+            return (scale * torch.randn(*shape, generator=generator)).to(dtype)  # the same values in any dtype
 
         def randint(low, high, *shape):
             return torch.randint(low, high, shape, generator=generator)
@@ -204,15 +204,15 @@ def test_backward_can_run_again_and_only_when_wanted():
 
 
 class Largest(TorchDispatchMode):
-    """Notes how many numbers the largest tensor holds."""
+    """Notes how many elements the largest tensor holds."""
 
-    numbers = 0
+    elements = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         made = function(*args, **(kwargs or {}))
         for x in tree_leaves(made):
             if isinstance(x, torch.Tensor):
-                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
         return made
 
 
@@ -223,11 +223,11 @@ def test_logits_of_all_positions_never_exist_at_once(monkeypatch):
     case = Case(positions, candidates, torch.float32)
     with Largest() as largest:
         case.candidate(candidate_softmax)
-    assert positions * D < largest.numbers <= 2**13
+    assert positions * D < largest.elements <= 2**13
     case.candidate_rows = case.candidate_rows[:, :50].clone()
     with Largest() as largest:
         case.position(position_softmax)
-    assert largest.numbers == case.candidate_rows.numel()  # an input
+    assert largest.elements == case.candidate_rows.numel()  # an input
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])

@@ -1,12 +1,12 @@
 """Which checkpoints a run has, and what one says of itself: ``checkpoint.json``, and the checksums of its files."""
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fuxi_torchrec import __version__
-from fuxi_torchrec.artifacts import crc32_of
+from fuxi_torchrec.artifacts import crc32_of, write_atomically
 from fuxi_torchrec.data.schedule import Position
 
 FORMAT = 2
@@ -21,29 +21,18 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, beside its tensors.
+    """Where a run stands, beside its tensors."""
 
-    Attributes:
-        step: steps trained.
-        position: of the next step in the data.
-        total_steps: as planned at the run's first start; schedules run towards it.
-        best_metric, best_step: of the validations so far.
-        best_of: what the best metric is, and of which users.
-        validations_since_best: for early stopping.
-        validated_step: of the last validation.
-        seconds, events: trained so far, over all starts of the run.
-    """
-
-    step: int = 0
-    position: Position = field(default_factory=Position)
-    total_steps: int = 0
-    best_metric: float | None = None
+    step: int = 0  # steps trained
+    position: Position = field(default_factory=Position)  # of the next step in the data
+    total_steps: int = 0  # as planned at the run's first start; schedules run towards it
+    best_metric: float | None = None  # of the validations so far
     best_step: int | None = None
-    best_of: str | None = None
-    validations_since_best: int = 0
-    validated_step: int | None = None
-    seconds: float = 0.0
-    events: int = 0
+    best_of: str | None = None  # what the best metric is, and of which users
+    validations_since_best: int = 0  # for early stopping
+    validated_step: int | None = None  # of the last validation
+    seconds: float = 0.0  # trained so far, over all starts of the run
+    events: int = 0  # likewise
 
     def validated(self, value: float, of: str) -> "Progress":
         """After a validation of this step; it is the best so far if ``best_step`` is now this step."""
@@ -68,7 +57,6 @@ class Identity:
     encoder: str  # kind and fingerprint
 
     def check(self, found: "Identity", where: Path) -> None:
-        """Refuse a checkpoint of something else."""
         names = {
             "time_unit": "the time unit",
             "dataset": "the dataset's fingerprint",
@@ -94,9 +82,12 @@ class Info:
     metrics: dict[str, float]
     config: dict[str, Any]
     world_size: int
-    files: dict[str, tuple[int, int]]  # name -> size, crc32
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # name -> size, crc32
     software: str = __version__
     format: int = FORMAT
+
+    def write(self, checkpoint: Path) -> None:
+        write_atomically(checkpoint / INFO, json.dumps(asdict(self), indent=1) + "\n")
 
 
 def step_name(step: int) -> str:

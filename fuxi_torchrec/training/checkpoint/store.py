@@ -1,14 +1,12 @@
-"""Checkpoints: complete or absent, loadable on any number of processes and under any sharding.
+"""Checkpoints: complete or absent, loadable on any number of ranks and under any sharding.
 
 A checkpoint is a directory ``step-000001000`` of torch.distributed.checkpoint files and ``checkpoint.json``. It is
 written under another name and renamed when everything is there; then ``latest`` moves.
 """
 
 import dataclasses
-import json
 import os
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,9 @@ from fuxi_torchrec.embeddings.tables import table_of
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint.info import (
     BEST,
-    INFO,
     LATEST,
     CheckpointError,
-    Identity,
     Info,
-    Progress,
     check_file,
     complete,
     named,
@@ -46,43 +41,17 @@ logger = get_logger(__name__)
 _PARTIAL = ".partial-"
 
 
-@dataclass(frozen=True)
-class About:
-    """What a checkpoint holds beside tensors."""
-
-    progress: Progress
-    identity: Identity
-    config: dict[str, Any]
-    metrics: dict[str, float] = field(default_factory=dict)
-    best: bool = False
-
-    def info(self, world_size: int, files: dict[str, tuple[int, int]]) -> Info:
-        """With what is known when the files are written."""
-        return Info(self.progress, self.identity, self.metrics, self.config, world_size, files)
-
-
 class Checkpoints:
-    """The checkpoints of a run directory.
-
-    Args:
-        directory: holds them.
-        keep_last: how many stay beside the best one.
-    """
+    """The checkpoints of a run directory; ``keep_last`` of them stay beside the best one."""
 
     def __init__(self, directory: Path, keep_last: int, world: World) -> None:
         self.directory, self.keep_last, self.world = directory, keep_last, world
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def save(self, state: dict[str, Any], about: "About", group: dist.ProcessGroup | None = None) -> Path:
-        """Write a checkpoint: a collective. If it fails, it fails on every rank and the previous one stands.
-
-        Args:
-            state: all tensors, see :func:`state_of`.
-            about: everything else.
-            group: of all ranks, if not the default one.
-        """
-        name = step_name(about.progress.step)
+    def save(self, state: dict[str, Any], info: Info, best: bool, group: dist.ProcessGroup | None = None) -> Path:
+        """Write a checkpoint: a collective. If it fails, it fails on every rank and the previous one stands."""
+        name = step_name(info.progress.step)
         final, partial = self.directory / name, self.directory / (_PARTIAL + name)
         try:
             with raise_on_all_ranks("making a checkpoint directory", group):
@@ -90,16 +59,16 @@ class Checkpoints:
                     shutil.rmtree(partial, ignore_errors=True)
                     partial.mkdir(parents=True)
             dcp_save(state, storage_writer=FileSystemWriter(partial), process_group=group)
-            info = about.info(self.world.size, self._checksums(partial, group))
+            info = dataclasses.replace(info, files=self._checksums(partial, group))
             with raise_on_all_ranks("writing a checkpoint", group):
                 if self.world.rank == 0:
-                    write_atomically(partial / INFO, json.dumps(dataclasses.asdict(info), indent=1) + "\n")
+                    info.write(partial)
                     if final.exists():
                         shutil.rmtree(final)
                     os.replace(partial, final)
                     write_atomically(self.directory / LATEST, name + "\n")
-                    if about.best:
-                        write_atomically(self.directory / BEST, name + "\n")
+                    if best:
+                        self.point_to_best(final)
                     self._prune()
         except (CheckpointException, OSError, RuntimeError) as error:
             if self.world.rank == 0:
@@ -109,17 +78,16 @@ class Checkpoints:
             raise CheckpointError(f"{final}: the checkpoint could not be written: {_cause(error)}; {stands}") from error
         return final
 
-    def amend(self, about: "About") -> None:
-        """Change what a complete checkpoint of this step says of itself; call it on one process."""
-        path = self.directory / step_name(about.progress.step)
+    def amend(self, info: Info, best: bool) -> None:
+        """Change what a complete checkpoint of this step says of itself; call it on one rank."""
+        path = self.directory / step_name(info.progress.step)
         old = read_info(path)
-        info = about.info(old.world_size, old.files)
-        write_atomically(path / INFO, json.dumps(dataclasses.asdict(info), indent=1) + "\n")
-        if about.best:
-            write_atomically(self.directory / BEST, path.name + "\n")
+        dataclasses.replace(info, world_size=old.world_size, files=old.files).write(path)
+        if best:
+            self.point_to_best(path)
 
     def point_to_best(self, checkpoint: Path) -> None:
-        """Note which one is the best; call it on one process."""
+        """Note which one is the best; call it on one rank."""
         if named(self.directory, BEST) != checkpoint:
             write_atomically(self.directory / BEST, checkpoint.name + "\n")
 
@@ -154,10 +122,9 @@ class Checkpoints:
         return info
 
     def load(self, path: Path, model: ShardedModel, optimizer: StepOptimizer | None, grown: bool = False) -> None:
-        """Read weights, and averages if an optimizer is given, into a model: a collective.
+        """Read weights, and moments if an optimizer is given, into a model: a collective.
 
-        Args:
-            grown: the model's tables may have more rows than the checkpoint's: those stay as they are.
+        With ``grown`` its tables may have more rows than the checkpoint's: those stay as they are.
         """
         state = state_of(model, optimizer)
         try:
@@ -195,8 +162,8 @@ def state_of(model: ShardedModel, optimizer: StepOptimizer | None) -> dict[str, 
 
 
 def _cause(error: BaseException) -> str:
-    """The first line that says something; DCP's errors hold one per process."""
+    """The first line that says something; DCP's errors hold one per rank."""
     if isinstance(error, CheckpointException) and error.failures:
         rank, (inner, _) = next(iter(error.failures.items()))
-        return f"process {rank}: {inner}"
+        return f"rank {rank}: {inner}"
     return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -1,4 +1,4 @@
-"""A checkpoint as plain tensors: read on one process, without TorchRec."""
+"""A checkpoint as plain tensors: read on one rank, without TorchRec."""
 
 import dataclasses
 import json
@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.training.checkpoint.info import CheckpointError, check_file, read_info
+from fuxi_torchrec.training.run_directory import CONFIG, ITEMS
 
-WEIGHTS, CONFIG, ITEMS = "model.safetensors", "config.yaml", "items.parquet"
+WEIGHTS = "model.safetensors"
 
 
 def plain_name(name: str) -> str | None:
@@ -40,18 +41,13 @@ def read_plain(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     for name, (size, crc) in read_info(checkpoint).files.items():
         check_file(checkpoint, name, size, crc)
     reader = FileSystemReader(checkpoint)
-    sizes = {
-        name: about
-        for name, about in reader.read_metadata().state_dict_metadata.items()
-        if (plain := plain_name(name)) is not None and plain.startswith(prefix)
-    }
     state = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in sizes.items()
-        if isinstance(about, TensorStorageMetadata)
+        for name, about in reader.read_metadata().state_dict_metadata.items()
+        if (plain := plain_name(name)) and plain.startswith(prefix) and isinstance(about, TensorStorageMetadata)
     }
     try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that this is one process
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that this is one rank
             load(dict(state), storage_reader=reader, no_dist=True)
     except CheckpointException as error:  # not an Exception
         raise CheckpointError(f"{checkpoint}: the checkpoint cannot be read: {error}") from None

@@ -182,7 +182,7 @@ def test_a_rank_that_cannot_read_takes_the_others_with_it(workers):
 
 
 class Stopping:
-    """Rank 1 says with the third step that it was asked to stop."""
+    """Rank 1 says with the third step that it is preempted."""
 
     def __init__(self):
         self.said = 0

@@ -1,4 +1,4 @@
-"""Steps of sharded models against plain AdamW on the same model undivided."""
+"""Steps of sharded models against plain AdamW on the same model unsharded."""
 
 import math
 from dataclasses import replace
@@ -144,7 +144,7 @@ def test_clipping_on_one_process_and_on_processes_that_hold_nothing(workers):
 
 
 def compare_accumulated_steps(pipeline, sharding, clip_norm):
-    """Three micro-batches a step, one of them without a sequence on some process, against all of them at once."""
+    """Three micro-batches a step, one of them without a sequence on some rank, against all of them at once."""
     optimizing = OptimizerConfig(lr=0.01, eps=0.1, clip_norm=clip_norm)
     tables, config = small_tables(sharding), small_config(optimizing)
     values = full_tables(tables)
@@ -192,7 +192,7 @@ def test_micro_batches_are_one_step_together(workers, pipeline):
             assert marks == expected
 
 
-# --- averages --------------------------------------------------------------------------------------------------------
+# --- moments ---------------------------------------------------------------------------------------------------------
 
 
 def moments_of(kind, sharding):

@@ -202,3 +202,12 @@ def test_items_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / ITEMS).write_bytes(b"PAR1 nonsense")
     with pytest.raises(DataError, match=r"items\.parquet: not readable"):
         RunDirectory(tmp_path).read_items()
+
+
+def test_the_peaks_of_a_summary_never_fall(tmp_path):
+    directory = RunDirectory(tmp_path)
+    summary = {"step": 4, "peak_memory_mb": 511, "longest_pause_of_a_save": 0.0}
+    assert directory.larger_peaks(summary) == {}
+    before = {"step": 4, "peak_memory_mb": 500, "longest_pause_of_a_save": 0.25}
+    (tmp_path / "summary.json").write_text(json.dumps(before))
+    assert summary | directory.larger_peaks(summary) == {**summary, "longest_pause_of_a_save": 0.25}
