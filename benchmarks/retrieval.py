@@ -118,9 +118,9 @@ def evaluation(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
     what = (
         f"Exact ranks of {USERS} users among {items:,} items, d = {DIM}, each process with its part of the item table "
         "and of the catalogue. *tables*: their bytes on a process; *memory taken*: growth of its resident memory from "
-        "before the checkpoint is read until it can rank, everything included. Scoring is all that `Catalogue.ranks` "
-        "does, exchange and counting included; *filtered* leaves 500 seen items out of each user's candidates. Per "
-        "process, the slowest, against a 2048 x 2048 product measured in turn; the middle of 7 rounds."
+        "before the checkpoint is read until it can rank, everything included. Scoring is all that "
+        "`ShardedCatalogue.ranks` does, exchange and counting included; *filtered* leaves 500 seen items out of each "
+        "user's candidates. Per process, the slowest, against a 2048 x 2048 product measured in turn; the middle of 7 rounds."
     )
     ratio = max(each["tables"] for each in found[2]) / max(each["tables"] for each in found[1])
     aims = [
@@ -139,12 +139,12 @@ def scored(run_dir: Path) -> dict[str, float]:
 
     from fuxi_torchrec.embeddings.sharding import local_parts
     from fuxi_torchrec.evaluation import loading  # noqa: F401  # before anything is measured
-    from fuxi_torchrec.evaluation.ranking import Catalogue, Queries
+    from fuxi_torchrec.evaluation.ranking import Queries, ShardedCatalogue
 
     before = harness.resident_bytes()
     run = load(run_dir)
     ids = torch.from_numpy(run.items.ids)
-    catalogue = Catalogue(run.module.items, ids, DIM, "cosine", run.world)
+    catalogue = ShardedCatalogue(run.module.items, ids, DIM, "cosine", run.world)
     gc.collect()
     taken = harness.resident_bytes() - before
     tables = sum(part.tensor.nbytes for part in local_parts(run.model)) + catalogue.rows_ND.nbytes

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fuxi_torchrec.data.reader import Block, Reader
+from fuxi_torchrec.data.reader import Reader, RowGroup
 from fuxi_torchrec.data.schedule import Position, Schedule
 from fuxi_torchrec.data.splits import Bounds, Part, Split
 from fuxi_torchrec.events.hashing import mix
@@ -135,7 +135,7 @@ class BatchMaker:
             before.append(begin[stop > 0])
         return self._join(pieces, targets=False), np.concatenate(before)
 
-    def bounds(self, block: Block) -> Bounds:
+    def bounds(self, block: RowGroup) -> Bounds:
         """The split of a block's users, kept with the block."""
         if self.split not in block.kept:
             block.kept[self.split] = self.split.bounds(block.offsets, block.times, block.weights)
@@ -194,7 +194,7 @@ class BatchMaker:
 class _Piece(NamedTuple):
     """Events begin .. stop − 1 of some rows of a block."""
 
-    block: Block
+    block: RowGroup
     rows: Ints
     begin: Ints
     stop: Ints

@@ -25,7 +25,7 @@ _BUCKET_USERS = 2**16  # a user's number within its bucket has 16 bits
 
 
 @dataclass(frozen=True)
-class Users:
+class SortedUsers:
     """Whole users, one after another: the first one's number, the events of each, the sorted events."""
 
     first: int
@@ -85,7 +85,7 @@ class BucketSort:
                     pieces.clear()
         self._held = 0
 
-    def sorted(self) -> Iterator[Users]:
+    def sorted(self) -> Iterator[SortedUsers]:
         """All events, in groups of whole users; once."""
         for number, (first, stop) in enumerate(zip(self._first[:-1], self._first[1:], strict=True)):
             pieces, self._pieces[number] = [*self._read(number), *self._pieces[number]], []
@@ -98,7 +98,7 @@ class BucketSort:
             for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
                 begin = int(self._total[a] - self._total[first])
                 part = events.slice(begin, int(self._total[b] - self._total[a]))
-                yield Users(a, np.diff(self._total[a : b + 1]), part)
+                yield SortedUsers(a, np.diff(self._total[a : b + 1]), part)
 
     def _read(self, number: int) -> Iterator[pa.RecordBatch]:
         if self._spilled[number]:

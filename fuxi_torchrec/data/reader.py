@@ -23,7 +23,7 @@ CACHE_BYTES = 2**29
 
 
 @dataclass(frozen=True, eq=False)
-class Block(Histories):
+class RowGroup(Histories):
     """One row group: users in row order, their events one after another, perhaps with weights as targets."""
 
     weights: NDArray[np.float32] | None = None
@@ -63,7 +63,7 @@ class Reader:
         self.on_bad_rows, self.cache_bytes = on_bad_rows, cache_bytes
         self.bad_rows: dict[int, int] = {}  # by block
         self._files: dict[int, Any] = {}
-        self._cache: OrderedDict[int, Block] = OrderedDict()
+        self._cache: OrderedDict[int, RowGroup] = OrderedDict()
         self.groups: list[tuple[int, int]] = []  # file and row group of each block
         users = []
         for number, file in enumerate(dataset.info.files):
@@ -114,7 +114,7 @@ class Reader:
     def forget(self) -> None:
         self._cache.clear()
 
-    def block(self, number: int) -> Block:
+    def block(self, number: int) -> RowGroup:
         """A block, from memory if it was read lately."""
         if number in self._cache:
             self._cache.move_to_end(number)
@@ -165,14 +165,14 @@ class Reader:
             raise DataError(f"{path}: row group {group} cannot be read: {error}") from None
         return [table[name].combine_chunks() for name in names]
 
-    def _read(self, number: int) -> Block:
+    def _read(self, number: int) -> RowGroup:
         names = [ITEM, TIME, *([TARGET] if self.dataset.info.has_target else []), *self.features]
         columns = dict(zip(names, self._columns(number, names), strict=True))
         columns = self._without_bad_rows(columns, number)
         weights = _values(columns[TARGET]).astype(np.float32) if TARGET in columns else None
         features = {name: _feature(columns[name].flatten()) for name in self.features}
         items, times = _values(columns[ITEM]).astype(np.int64), _values(columns[TIME]).astype(np.int64)
-        return Block(_offsets(columns[ITEM]), items, times, features, weights)
+        return RowGroup(_offsets(columns[ITEM]), items, times, features, weights)
 
     def _without_bad_rows(self, columns: dict[str, pa.Array], number: int) -> dict[str, pa.Array]:
         """Check every user; a bad one is an error, or is emptied."""

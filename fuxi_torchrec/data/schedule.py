@@ -59,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Sequences:
+class SequenceTable:
     """Parts of users: window ``window`` of the user in row ``user``, of about ``cost`` events."""
 
     user: Ints
@@ -70,17 +70,19 @@ class Sequences:
         return len(self.user)
 
 
-def sequences_of(lengths: Ints, plan: Plan) -> Sequences:
+def sequences_of(lengths: Ints, plan: Plan) -> SequenceTable:
     """All sequences of users of these lengths; a user of one event has nothing to predict and no sequence."""
     inputs = np.maximum(lengths - 1, 0)
     users = np.arange(len(lengths))
     if plan.truncation == "recent":
         keep = inputs > 0
-        return Sequences(users[keep], np.zeros(int(keep.sum()), np.int64), np.minimum(inputs, plan.max_length)[keep])
+        return SequenceTable(
+            users[keep], np.zeros(int(keep.sum()), np.int64), np.minimum(inputs, plan.max_length)[keep]
+        )
     windows = -(-inputs // plan.max_length)
     user = np.repeat(users, windows)
     window = np.arange(len(user)) - np.repeat(np.cumsum(windows) - windows, windows)
-    return Sequences(user, window, np.minimum(inputs[user] - window * plan.max_length, plan.max_length))
+    return SequenceTable(user, window, np.minimum(inputs[user] - window * plan.max_length, plan.max_length))
 
 
 def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:

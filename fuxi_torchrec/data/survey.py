@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fuxi_torchrec.data.batches import BatchMaker
-from fuxi_torchrec.data.reader import Block
+from fuxi_torchrec.data.reader import RowGroup
 from fuxi_torchrec.data.splits import LeaveOneOut, Part
 from fuxi_torchrec.events.histories import Ints, bounds_of, ranges
 
@@ -56,7 +56,7 @@ def survey(maker: BatchMaker, part: Part = "valid", items: bool = False) -> Surv
     return Survey(np.concatenate(lengths), np.concatenate(train_lengths), users_with, *counts)
 
 
-def _counts(block: Block, train_end: Ints, size: int) -> Ints:
+def _counts(block: RowGroup, train_end: Ints, size: int) -> Ints:
     """(2, size) training events of each item, and those that are targets: not a user's first, and of some weight."""
     first = block.offsets[:-1]
     index = ranges(first, train_end)

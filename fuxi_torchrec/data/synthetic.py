@@ -86,7 +86,7 @@ class SyntheticConfig:
 
 
 @dataclass(frozen=True)
-class Block:
+class GeneratedEvents:
     """Whole histories, one user after another, ordered by time within a user; one entry an event."""
 
     user: Ints
@@ -94,7 +94,7 @@ class Block:
     timestamp: Ints
 
 
-def generate(config: SyntheticConfig, block_events: int = 1 << 18) -> Iterator[Block]:
+def generate(config: SyntheticConfig, block_events: int = 1 << 18) -> Iterator[GeneratedEvents]:
     """All histories, in blocks of at most ``block_events`` events or one user.
 
     Example:
@@ -138,7 +138,7 @@ class Process:
         # which item lies where: ring after ring
         self._catalogue = np.argsort(self._hash(_CATALOGUE, np.arange(config.items)), kind="stable")
 
-    def block(self, first: int, after: int) -> Block:
+    def block(self, first: int, after: int) -> GeneratedEvents:
         """The histories of users ``first`` to ``after - 1``."""
         lengths = self.lengths[first:after]
         user = np.repeat(np.arange(first, after), lengths)
@@ -150,7 +150,7 @@ class Process:
         source = event - back
         while not np.array_equal(further := source[source], source):  # a repeat can point at a repeat
             source = further
-        return Block(user, item[source], time)
+        return GeneratedEvents(user, item[source], time)
 
     def draw(self, user: Ints, position: Ints, time: Ints, counter: Ints) -> tuple[Ints, Ints]:
         """An item, and how many events back to take the item from instead, 0 if not at all.
@@ -178,7 +178,7 @@ class Process:
         place += (time - START) * (1 / (self.config.drift_days * _DAY))
         return group * self._ring + place.astype(np.int64) % self._ring
 
-    def last_item_probabilities(self, block: Block, know_time: bool = True) -> Floats:
+    def last_item_probabilities(self, block: GeneratedEvents, know_time: bool = True) -> Floats:
         """The probability of every item (users, items) to be a user's last, given the events before."""
         config = self.config
         last = np.flatnonzero(np.diff(block.user, append=-1))

@@ -12,7 +12,7 @@ from torch import Tensor
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.distributed import raise_on_all_ranks
 from fuxi_torchrec.evaluation.encoding import UserEncoder
-from fuxi_torchrec.evaluation.ranking import Catalogue, Queries
+from fuxi_torchrec.evaluation.ranking import Queries, ShardedCatalogue
 from fuxi_torchrec.tasks.softmax import Similarity
 
 Ints = NDArray[np.int64]
@@ -72,7 +72,7 @@ class HeldOut:
         """
         world, tables = self.encoder.world, self.encoder.tables
         items, dim = self.encoder.module.items, tables.items.dim
-        catalogue = Catalogue(items, torch.from_numpy(self.candidates), dim, self.similarity, world)
+        catalogue = ShardedCatalogue(items, torch.from_numpy(self.candidates), dim, self.similarity, world)
         partition = self.encoder.partition(users, np.minimum(lengths, self.max_length))
         waiting, done = _Waiting(), 0
         for number, flush in enumerate(partition.flushes(_RANKED_USERS)):
@@ -93,7 +93,7 @@ class HeldOut:
                 waiting = _Waiting()
 
     def _rank(
-        self, catalogue: Catalogue, waiting: _Waiting, request_times: Sequence[RequestTime], users: int
+        self, catalogue: ShardedCatalogue, waiting: _Waiting, request_times: Sequence[RequestTime], users: int
     ) -> Ranked:
         vectors_of, *rest = zip(*waiting, strict=True)
         targets, lengths, seen = (torch.cat(each) for each in rest)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fuxi_torchrec.config import Config, FeaturesConfig, Sharding
 from fuxi_torchrec.data.batches import BatchMaker, Items
 from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
-from fuxi_torchrec.data.reader import Block, Reader
+from fuxi_torchrec.data.reader import Reader, RowGroup
 from fuxi_torchrec.data.splits import Part
 from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks, share_from_rank_0
@@ -226,7 +226,7 @@ class RemappedReader(Reader):
         super().__init__(dataset, features, "skip" if on_bad_rows == "skip" else "error")
         self._index, self._features_index = index, features_index
 
-    def _read(self, number: int) -> Block:
+    def _read(self, number: int) -> RowGroup:
         block = super()._read(number)
         features = {
             name: Ragged(self._features_index[name][column.values], column.bounds)

@@ -39,7 +39,7 @@ class Queries:
     seen_lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
 
-class Catalogue:
+class ShardedCatalogue:
     """The candidates, sharded evenly, whatever the table's sharding.
 
     Making one is a collective, and so is every call of :meth:`ranks`.

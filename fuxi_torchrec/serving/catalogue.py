@@ -22,7 +22,7 @@ UNKNOWN, LEFT_OUT = 0, -1
 _SCORES = 2**22  # scores held at once
 
 
-class Vocabulary:
+class ItemIds:
     """Raw ids and dense indices, without vectors.
 
     Args:
@@ -35,7 +35,7 @@ class Vocabulary:
         self.ids, self.index, self.others = ids, index, others
 
     @staticmethod
-    def read(bundle: Bundle) -> "Vocabulary":
+    def read(bundle: Bundle) -> "ItemIds":
         """From items/, and the rule for rare items."""
         tables = [read_table(path, ["item_id", "index"]) for path in bundle.parts(ITEMS)]
         index: Ints = np.concatenate([table["index"].to_numpy().astype(np.int64) for table in tables])
@@ -44,7 +44,7 @@ class Vocabulary:
         ids, others = pa.concat_arrays([combined(table["item_id"]) for table in tables]), None
         if bundle.manifest.log.drops_rare_items:
             others = combined(read_table(bundle.path / OTHER_ITEMS, ["item_id"])["item_id"])
-        return Vocabulary(ids, index, others)
+        return ItemIds(ids, index, others)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -80,7 +80,7 @@ def feature_values(bundle: Bundle) -> dict[str, dict[str, int]]:
     return found
 
 
-class Catalogue(Vocabulary):
+class Catalogue(ItemIds):
     """Items with their vectors.
 
     Args:
@@ -89,7 +89,7 @@ class Catalogue(Vocabulary):
     """
 
     def __init__(self, bundle: Bundle, search: Search) -> None:
-        known = Vocabulary.read(bundle)
+        known = ItemIds.read(bundle)
         super().__init__(known.ids, known.index, known.others)
         self.temperature = bundle.manifest.temperature
         width = bundle.manifest.dimension

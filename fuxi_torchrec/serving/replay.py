@@ -5,14 +5,14 @@ from typing import Any
 from fuxi_torchrec.export.bundle import ExportError, Manifest
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import AppendLog, LogContent, about_of
-from fuxi_torchrec.serving.catalogue import LEFT_OUT, Vocabulary
+from fuxi_torchrec.serving.catalogue import LEFT_OUT, ItemIds
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.requests import Event
 
 logger = get_logger(__name__)
 
 
-def replay(content: LogContent, manifest: Manifest, items: Vocabulary, users: LiveUsers, log: AppendLog | None) -> None:
+def replay(content: LogContent, manifest: Manifest, items: ItemIds, users: LiveUsers, log: AppendLog | None) -> None:
     """Bring back what was appended.
 
     On another export than the log was begun with, what that one has is left out: events before the user's last one

@@ -17,7 +17,7 @@ from fuxi_torchrec.tasks.base import TargetMaker
 
 
 @dataclass(frozen=True)
-class Step:
+class StepInputs:
     """One step's share of a rank, before the ranks have exchanged their sizes."""
 
     inputs: list[ModelInput]  # of the micro-batches
@@ -32,12 +32,12 @@ class StepMaker:
     targets: TargetMaker
     tables: Tables
 
-    def __call__(self, position: Position, batches: list[EventBatch]) -> Step:
+    def __call__(self, position: Position, batches: list[EventBatch]) -> StepInputs:
         targets = [self.targets(position.epoch, position.step, batch) for batch in batches]
         inputs = [make_input(batch, each, self.tables) for batch, each in zip(batches, targets, strict=True)]
         end = batches[-1].end
         assert end is not None
-        return Step(inputs, [batch.users for batch in batches], end)
+        return StepInputs(inputs, [batch.users for batch in batches], end)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Feed(Iterator[ModelInput]):
 
     def __init__(
         self,
-        steps: Iterator[Step],
+        steps: Iterator[StepInputs],
         pad: bool,
         signals: Signals | None = None,
         start: Position | None = None,

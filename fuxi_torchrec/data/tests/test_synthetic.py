@@ -6,12 +6,22 @@ import itertools
 import numpy as np
 import pytest
 
-from fuxi_torchrec.data.synthetic import MIN_LENGTH, START, Block, Process, SyntheticConfig, generate, oracle_hit_rate
+from fuxi_torchrec.data.synthetic import (
+    MIN_LENGTH,
+    START,
+    GeneratedEvents,
+    Process,
+    SyntheticConfig,
+    generate,
+    oracle_hit_rate,
+)
 
 
 def joined(config, **kwargs):
     blocks = list(generate(config, **kwargs))
-    return Block(*(np.concatenate([getattr(b, f.name) for b in blocks]) for f in dataclasses.fields(Block)))
+    return GeneratedEvents(
+        *(np.concatenate([getattr(b, f.name) for b in blocks]) for f in dataclasses.fields(GeneratedEvents))
+    )
 
 
 def histories(config):
@@ -27,7 +37,7 @@ def slots(timestamp):
 
 
 def assert_same(left, right):
-    for f in dataclasses.fields(Block):
+    for f in dataclasses.fields(GeneratedEvents):
         np.testing.assert_array_equal(getattr(left, f.name), getattr(right, f.name))
 
 
@@ -77,7 +87,7 @@ def test_deterministic_and_a_prefix_of_more_users(config, events):
     assert_same(joined(config), events)
     fewer = joined(dataclasses.replace(config, users=70))
     part = slice(0, len(fewer.user))
-    assert_same(fewer, Block(events.user[part], events.item[part], events.timestamp[part]))
+    assert_same(fewer, GeneratedEvents(events.user[part], events.item[part], events.timestamp[part]))
     other = joined(dataclasses.replace(config, seed=4))
     assert not np.array_equal(other.item[:100], events.item[:100])
     assert not np.array_equal(other.timestamp[:100], events.timestamp[:100])

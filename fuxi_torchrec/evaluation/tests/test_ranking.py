@@ -10,7 +10,7 @@ import torch.distributed as dist
 from fuxi_torchrec.embeddings.rows import item_rows
 from fuxi_torchrec.embeddings.tests.small import DIM, here, sharded_model, small_config, small_tables
 from fuxi_torchrec.evaluation import ranking
-from fuxi_torchrec.evaluation.ranking import Catalogue, Queries
+from fuxi_torchrec.evaluation.ranking import Queries, ShardedCatalogue
 from fuxi_torchrec.tasks.rank_metrics import CUTS, UNRANKED, RankMetrics
 
 ROWS = 90
@@ -48,7 +48,7 @@ def ranks_here(sharding, users, candidates, filtered, similarity="dot", integers
     before = dict(ranking._BLOCK)
     ranking._BLOCK["cpu"] = block or before["cpu"]
     try:
-        catalogue = Catalogue(model.module.items, candidates, DIM, similarity, here())
+        catalogue = ShardedCatalogue(model.module.items, candidates, DIM, similarity, here())
         mine = queries_of(dist.get_rank(), users, candidates, filtered, integers)
         first, counts = catalogue.ranks(mine)
         again, _ = catalogue.ranks(mine)  # a catalogue is used many times

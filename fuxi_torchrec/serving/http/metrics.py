@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from fuxi_torchrec.serving.recommender import Recommender
 
 
-class Metrics:
+class ServiceMetrics:
     """Counters and gauges of one service, in a registry of their own."""
 
     def __init__(self, recommender: Recommender) -> None:

@@ -22,7 +22,7 @@ from fuxi_torchrec.serving import requests
 from fuxi_torchrec.serving.http import bodies
 from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.http.guard import Guard, problem
-from fuxi_torchrec.serving.http.metrics import Metrics
+from fuxi_torchrec.serving.http.metrics import ServiceMetrics
 from fuxi_torchrec.serving.options import Limits
 from fuxi_torchrec.serving.recommender import Recommender
 
@@ -97,7 +97,7 @@ class Service:
     """What each path does. Requests for users, and events, of many callers are worked on together."""
 
     def __init__(self, recommender: Recommender, limits: Limits) -> None:
-        self.recommender, self.limits, self.metrics = recommender, limits, Metrics(recommender)
+        self.recommender, self.limits, self.metrics = recommender, limits, ServiceMetrics(recommender)
         self._unit = recommender.manifest.time_unit
         self._in_threads = self._held = 0
         self._recommending: Batcher[requests.Request, requests.Answer] = Batcher(
@@ -169,7 +169,7 @@ class Service:
         return bodies.Health(status="ok", version=__version__, **about)
 
     async def prometheus(self) -> Response:
-        """Metrics in Prometheus' text format."""
+        """ServiceMetrics in Prometheus' text format."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     def _selected(self, events: list[requests.Event]) -> list[requests.Event]:

@@ -21,7 +21,7 @@ from fuxi_torchrec.export.bundle import FEATURES, ITEMS, OTHER_ITEMS, Bundle, Ma
 from fuxi_torchrec.export.parts import ID_TYPES, combined
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.append_log import LOG_FILE, read_log, settled
-from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Vocabulary, feature_values
+from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, ItemIds, feature_values
 
 logger = get_logger(__name__)
 
@@ -103,7 +103,7 @@ def read_events(
 
 def _by_user(table: pa.Table, forgotten: pa.Array, bundle: Bundle, values: Values, bad: dict[str, int]) -> NewEvents:
     digest = _digest(table, forgotten)
-    items = Vocabulary.read(bundle).find(combined(table[1]))
+    items = ItemIds.read(bundle).find(combined(table[1]))
     kept = np.flatnonzero(items != LEFT_OUT)
     rare, items = len(items) - len(kept), items[kept]
     if rare:

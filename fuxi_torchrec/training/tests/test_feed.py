@@ -9,7 +9,7 @@ from fuxi_torchrec.embeddings.tests.small import ITEMS, input_of, random_batch, 
 from fuxi_torchrec.tasks.base import ItemSet
 from fuxi_torchrec.tasks.next_item import LossConfig, NextItem, sequence_weights
 from fuxi_torchrec.tasks.tests.test_samplers import in_batch_pool, shared_pool, uniform_per_position
-from fuxi_torchrec.training.feed import Feed, Step, StepMaker
+from fuxi_torchrec.training.feed import Feed, StepInputs, StepMaker
 
 KNOWN = np.arange(1, ITEMS)[np.arange(1, ITEMS) % 4 > 0]
 COUNTS = np.where(np.isin(np.arange(ITEMS), KNOWN), np.arange(ITEMS) + 3, 0)
@@ -127,7 +127,7 @@ def read_feed():
     for number, parts in enumerate((2, 1, 3)):
         inputs = [input_of(rank, "shared", 10 * number + part) for part in range(parts)]
         users = [torch.tensor([100 * rank + 10 * number + part]) for part in range(parts)]
-        steps.append(Step(inputs, users, Position(0, number + 1)))
+        steps.append(StepInputs(inputs, users, Position(0, number + 1)))
     feed = Feed(iter(steps), pad=True)
     read = []
     for given in feed:
@@ -162,7 +162,7 @@ def steps_of(rank, broken):
         if (rank, number) == broken:
             raise OSError("the disk is gone")
         inputs = [input_of(rank, "shared", 10 * number + part) for part in range(parts)]
-        yield Step(inputs, [torch.zeros(0)] * parts, Position(0, number + 1))
+        yield StepInputs(inputs, [torch.zeros(0)] * parts, Position(0, number + 1))
 
 
 def read_until_it_fails(broken):

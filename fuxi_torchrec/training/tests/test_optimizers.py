@@ -25,7 +25,7 @@ from fuxi_torchrec.embeddings.tests.small import (
     table_weights,
     whole_model,
 )
-from fuxi_torchrec.training.feed import Feed, Step
+from fuxi_torchrec.training.feed import Feed, StepInputs
 from fuxi_torchrec.training.optimizers import StepOptimizer, learning_rate_share
 
 # --- schedules -------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def compare_accumulated_steps(pipeline, sharding, clip_norm):
     steps = []
     for step in range(3):
         mine = [part(step, number, rank) for number in range(3)]
-        steps.append(Step(mine, [torch.zeros(0)] * 3, Position(0, step + 1)))
+        steps.append(StepInputs(mine, [torch.zeros(0)] * 3, Position(0, step + 1)))
     feed = Feed(iter(steps), tables.needs_equal_bags)
     running = make_pipeline(pipeline, model, optimizer, torch.device("cpu"))
     optimizer.current = lambda: feed.waiting[0]
