@@ -120,7 +120,8 @@ def evaluation(scratch: Path, items: int) -> tuple[str, list[Aim], Any]:
         "and of the catalogue. *tables*: their bytes on a process; *memory taken*: growth of its resident memory from "
         "before the checkpoint is read until it can rank, everything included. Scoring is all that "
         "`ShardedCatalogue.ranks` does, exchange and counting included; *filtered* leaves 500 seen items out of each "
-        "user's candidates. Per process, the slowest, against a 2048 x 2048 product measured in turn; the middle of 7 rounds."
+        "user's candidates. Per rank, the slowest, against a 2048 x 2048 product measured in turn; the middle of 7 "
+        "rounds."
     )
     ratio = max(each["tables"] for each in found[2]) / max(each["tables"] for each in found[1])
     aims = [
