@@ -312,7 +312,7 @@ def test_an_output_that_exists_is_never_touched(workers, trained, tmp_path):
         ("-5", ["before the data's first event"]),
     ],
 )
-def test_times_that_cannot_be_meant_are_refused(workers, trained, tmp_path, as_of, words):
+def test_implausible_times_are_refused(workers, trained, tmp_path, as_of, words):
     refused(workers, trained, tmp_path / "out", *words, as_of=as_of)
     assert not (tmp_path / "out").exists()
 
