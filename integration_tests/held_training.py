@@ -3,11 +3,7 @@
     torchx run dist.ddp -m integration_tests.held_training -- --run-dir RUN ...
 
 With a file ``RUN/hold`` that names a step, every process that stands there writes ``RUN/held/RANK`` and waits until
-<<<<<<< HEAD
-``RUN/hold`` is gone or it is preempted. ``RUN/raise`` and ``RUN/stuck`` name steps at which rank 1 raises, or
-=======
 ``RUN/hold`` is gone or it is asked to stop. ``RUN/raise`` and ``RUN/stuck`` name steps at which rank 1 raises, or
->>>>>>> main
 stands still for good.
 """
 

@@ -34,11 +34,7 @@ def export(run_dir, output, load_options=None, **options):
 
     run = small.load(run_dir, **(load_options or {}))
     options = {"state_min_events": 10, "programs": False, **options}
-<<<<<<< HEAD
-    loading._EVENTS, users._PART_USERS = 200, 9  # several parts a rank
-=======
-    encoding._EVENTS, users._PART_USERS = 200, 9  # several parts a process
->>>>>>> main
+    encoding._EVENTS, users._PART_USERS = 200, 9  # several parts a rank
     return exporting.export(run, output, ExportOptions(**options)).users
 
 

@@ -41,11 +41,7 @@ def export(run_dir, output, as_of=None):
     from fuxi_torchrec.export import users
     from fuxi_torchrec.export.options import ExportOptions
 
-<<<<<<< HEAD
-    loading._EVENTS, users._PART_USERS = 200, 9  # several parts a rank
-=======
-    encoding._EVENTS, users._PART_USERS = 200, 9  # several parts a process
->>>>>>> main
+    encoding._EVENTS, users._PART_USERS = 200, 9  # several parts a rank
     options = ExportOptions(as_of=as_of, truncate=True, state_min_events=20, programs=False)
     return exporting.export(small.load(run_dir), output, options).users
 
