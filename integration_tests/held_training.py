@@ -2,7 +2,7 @@
 
     torchx run dist.ddp -m integration_tests.held_training -- --run-dir RUN ...
 
-With a file ``RUN/hold`` that names a step, every process that stands there writes ``RUN/held/RANK`` and waits until
+With a file ``RUN/hold`` that names a step, every rank that stands there writes ``RUN/held/RANK`` and waits until
 ``RUN/hold`` is gone or it is preempted. ``RUN/raise`` and ``RUN/stuck`` name steps at which rank 1 raises, or
 stands still for good.
 """

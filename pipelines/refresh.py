@@ -32,7 +32,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--events", required=True, metavar="NEW", help="file, directory, glob, or a service's log")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR2", help="the new export")
     parser.add_argument("--as-of", metavar="T", help="when users are queried: ISO or a number; the latest event's time")
-    parser.add_argument("--requery-all", action="store_true", help="ask all users, not only those with new events")
+    parser.add_argument("--requery-all", action="store_true", help="query all users, not only those with new events")
     parser.add_argument("--forget", type=Path, metavar="FILE", help="users to leave out, an id a line")
     for name in ("user", "item", "time"):
         parser.add_argument(f"--{name}-column", metavar="C", help="if it is not the one of the dataset's log")
