@@ -4,11 +4,14 @@ import pytest
 from fastapi.testclient import TestClient
 
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.serving.http.service import create_app
+from fuxi_torchrec.serving.log_filter import LogFilter
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.refresh.new_events import LogColumns
 from fuxi_torchrec.serving.refresh.refresh import refresh
+from fuxi_torchrec.serving.requests import Event
 from fuxi_torchrec.serving.tests.exports import FEATURES, users_of
 from fuxi_torchrec.serving.tests.random_export import DAY, DemoExport, write_demo_export
 
@@ -66,6 +69,12 @@ def test_a_column_that_is_missing_or_wrong_is_named(tmp_path, columns, message):
         bot = {**event, "columns": {"device": "bot", "weight": 1}}
         done = client.post("/append", json={"events": [good, bot]}).json()
         assert (done["accepted"], done["filtered"]) == (1, 1)
+
+
+def test_a_condition_reads_no_files():
+    secret = LogFilter(LogSpec(where="(SELECT count(*) FROM read_csv('/etc/passwd')) > 0"))
+    with pytest.raises(ValueError, match="disabled by configuration"):
+        secret.keep([Event(1, 1001, 5)])
 
 
 def test_a_condition_reads_features_and_times_of_the_event_itself(tmp_path):
