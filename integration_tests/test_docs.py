@@ -40,7 +40,7 @@ def test_the_sharded_example_runs_on_two_ranks(tmp_path):
     done = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert f"process {rank} of 2: loss" in done.stdout
+        assert f"rank {rank} of 2: loss" in done.stdout
 
 
 def test_links_between_pages_lead_somewhere():
