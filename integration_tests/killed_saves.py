@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from fuxi_torchrec.training.checkpoint import info
 from fuxi_torchrec.training.checkpoint import store as checkpoint
 from integration_tests import runs
 
@@ -48,9 +49,9 @@ def patch(run_dir: Path, moment: str) -> None:
     saving = {"step": 0}
     save = checkpoint.Checkpoints.save
 
-    def noted(self, state, about, group=None):
-        saving["step"] = about.progress.step
-        return save(self, state, about, group)
+    def noted(self, state, info, best, group=None):
+        saving["step"] = info.progress.step
+        return save(self, state, info, best, group)
 
     def hold(here: str) -> None:
         if here == moment and saving["step"] == STRUCK and dist.get_rank() == 0:
@@ -78,23 +79,23 @@ def patch(run_dir: Path, moment: str) -> None:
         return checksums(self, partial, group)
 
     def held_write(path: Path, text: str) -> None:
-        if path.name == checkpoint.INFO:
+        if path.name == info.INFO:
             path.with_name(f".{path.name}.new").write_text(text[: len(text) // 2])
             hold("the description is half written")
         if path.name == checkpoint.LATEST:
             hold("the name is final, latest is the one before")
         write_atomically(path, text)
-        if path.name == checkpoint.INFO:
+        if path.name == info.INFO:
             hold("everything is written, the name is not final")
 
     def held_rmtree(path, **options):
-        if moment.endswith("half removed") and saving["step"] == STRUCK and (Path(path) / checkpoint.INFO).exists():
-            (Path(path) / checkpoint.INFO).unlink()
+        if moment.endswith("half removed") and saving["step"] == STRUCK and (Path(path) / info.INFO).exists():
+            (Path(path) / info.INFO).unlink()
             hold("latest has moved, the one before is half removed")
         rmtree(path, **options)
 
     checkpoint.Checkpoints.save, checkpoint.Checkpoints._checksums = noted, held_checksums
-    checkpoint.FileSystemWriter, checkpoint.write_atomically = Writer, held_write
+    checkpoint.FileSystemWriter, checkpoint.write_atomically, info.write_atomically = Writer, held_write, held_write
     checkpoint.shutil = types.SimpleNamespace(**{**vars(shutil), "rmtree": held_rmtree})
 
 

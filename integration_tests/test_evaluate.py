@@ -84,7 +84,8 @@ def test_validation_targets_are_ranked_as_training_ranks_them(workers, trained, 
 def validated(run_dir, data, seen):
     settings = [*small.SETTINGS, f"data.path={data}", "loss.similarity=dot", "validation.every_epochs=1"]
     settings += [f"validation.filter_seen={str(seen).lower()}"]
-    return runs.trainer(run_dir, settings)[0].validate()
+    trainer, _ = runs.trainer(run_dir, settings)
+    return trainer.validator(trainer, lambda: None)
 
 
 def test_baselines_stand_beside_the_model(workers, trained):
