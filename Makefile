@@ -13,7 +13,7 @@ help:  ## this list
 setup:  ## make .venv with the verified stack (VARIANT=cpu|cuda: by default what .venv is for; PYTHON=...)
 	@"$(PYTHON)" setup_env.py $(VARIANT)
 
-demo: setup  ## the whole way once, on made-up data; DATA=path/to/ml-1m for MovieLens-1M
+demo: setup  ## the whole way once, on synthetic data; DATA=path/to/ml-1m for MovieLens-1M
 	python -m pipelines.demo $(if $(DATA),--data "$(DATA)")
 
 doctor: $(if $(wildcard .venv/bin/python),,setup)  ## check versions, FBGEMM, a sharded table on two ranks, the machine

@@ -35,7 +35,7 @@ def synthetic_stages(directory: Path) -> list[Stage]:
     root = shlex.quote(str(directory))
     return [
         Stage(
-            "make up an event log with daily and weekly habits, and a second one with what comes after it",
+            "synthesize an event log with daily and weekly habits, and a second one with what comes after it",
             "python -m pipelines.synthesize --users 4000 --items 200 --groups 10 --window 10 --repeat 0.1 "
             "--drift-days 40 --median-length 200 --length-sigma 1.2 --oracle "
             f"--cuts 0.98 --output {root}/log",
