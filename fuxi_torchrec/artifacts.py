@@ -37,6 +37,23 @@ def write_atomically(path: Path, text: str) -> None:
         aside.write_text(text)
 
 
+def inside(directory: Path, name: str, error: type[Exception] = OutputError) -> Path:
+    """The path of a file that another file names; an error if it is not in the directory, links followed.
+
+    Example:
+        >>> inside(Path("/exports/a"), "users/part-00000.parquet").name
+        'part-00000.parquet'
+        >>> inside(Path("/exports/a"), "../b/manifest.json")
+        Traceback (most recent call last):
+        ...
+        fuxi_torchrec.artifacts.OutputError: /exports/a: '../b/manifest.json' is outside of the directory
+    """
+    path = directory / name
+    if "\0" in name or not path.resolve().is_relative_to(directory.resolve()):
+        raise error(f"{directory}: {name!r} is outside of the directory")
+    return path
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or a directory's list of files, is on disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -17,6 +17,8 @@ ALLOWED = {
     "artifacts": {"errors"},
     "distributed": set(),
     "options": set(),
+    "processes": set(),
+    "schema": set(),
     "strict_yaml": set(),
     "worker_group": set(),
     "doctor": {"worker_group"},
