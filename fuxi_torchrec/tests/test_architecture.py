@@ -24,10 +24,10 @@ ALLOWED = {
     "doctor": {"worker_group"},
     "ops": set(),
     "encoders": {"ops"},
-    "events": {"errors", "logging"},
+    "events": {"errors", "logging", "schema"},
     "tasks": {"events", "encoders", "ops"},
     "config": {"tasks", "encoders", "strict_yaml", "distributed"},
-    "data": {"events", "artifacts", "logging", "options"},
+    "data": {"events", "artifacts", "logging", "options", "schema"},
     "embeddings": {"data", "events", "tasks", "config", "distributed"},
     "training": {
         *("tasks", "embeddings", "data", "events", "encoders"),
