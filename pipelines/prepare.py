@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TextColumn
 
 from fuxi_torchrec.api import prepare
 from fuxi_torchrec.data.dataset import INFO, DatasetInfo
@@ -88,12 +88,7 @@ def make_source(args: argparse.Namespace, scratch: str) -> Source:
 
 def run(args: argparse.Namespace, stopped: Sequence[signal.Signals] = ()) -> DatasetInfo:
     """Prepare, with a progress bar on a terminal, until something is in ``stopped``."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} events"),
-        TimeElapsedColumn(),
-    )
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed:,.0f} events"))
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("starting", total=None)
 
