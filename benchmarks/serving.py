@@ -99,15 +99,21 @@ def refresh(scratch: Path) -> tuple[str, list[Aim], Any]:
         chosen = np.arange(users)
         some_new, some_whole = new.select(chosen), whole.select(chosen)
         times = np.full(users, last + 10**6)
-        stored_states = StateFile.open(scratch / "refresh/states/part-00000.bin", bundle.manifest.model_id, record)
+        before = StateFile.open(scratch / "refresh/states/part-00000.bin", bundle.manifest.model_id, record)
         with StateFile.create(scratch / f"states-{users}.bin", bundle.manifest.model_id, record) as written:
 
-            def from_state(file: StateFile = written, chosen: Any = chosen, new: Any = some_new, t: Any = times) -> Any:
-                records, valid = stored_states.get(chosen)
+            def from_state(
+                before: StateFile = before,
+                after: StateFile = written,
+                chosen: Any = chosen,
+                new: Any = some_new,
+                t: Any = times,
+            ) -> Any:
+                records, valid = before.get(chosen)
                 assert valid.all()
                 state: Any = model.append(model.read(records), new)
                 vectors = model.vectors(state, t)
-                file.append(state.to_bytes())
+                after.append(state.to_bytes())
                 return vectors
 
             def from_history(whole: Any = some_whole, t: Any = times) -> Any:

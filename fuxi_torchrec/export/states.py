@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import ExportError
 
 MAGIC = b"FUXISTAT"
@@ -23,7 +24,6 @@ HEADER_BYTES = 4096
 TRAILER_BYTES = 8  # crc32 and flags, uint32 each, little-endian
 
 Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
 
 
 class StateFile:
