@@ -174,6 +174,7 @@ def _check_file(path: Path, entry: FileEntry, contents: bool) -> None:
 def describe_file(path: Path) -> FileEntry:
     """A file that was written and is on disk now; reads it once."""
     sync(path)
+    sync(path.parent)
     return FileEntry(path.stat().st_size, crc32_of(path))
 
 

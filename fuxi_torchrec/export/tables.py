@@ -38,6 +38,7 @@ def write_tables(job: ExportJob) -> None:
                 file.truncate(size)
             state = detached(job.run.encoder).state_dict()
             save_file({name: value.contiguous() for name, value in state.items()}, job.directory / ENCODER)
+            job.wrote(ENCODER)
     dist.barrier()
     with raise_on_all_ranks("writing the tables"), path.open("r+b") as file:
         for part in _own_rows(job):
