@@ -13,12 +13,13 @@ import numpy as np
 
 from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.histories import Ints, bounds_of
+from fuxi_torchrec.schema import Record
 
 Truncation = Literal["recent", "windows"]
 
 
 @dataclass(frozen=True)
-class Position:
+class Position(Record):
     """Where training stands: the next step of an epoch."""
 
     epoch: int = 0

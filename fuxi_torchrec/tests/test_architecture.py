@@ -31,7 +31,7 @@ ALLOWED = {
     "embeddings": {"data", "events", "tasks", "config", "distributed"},
     "training": {
         *("tasks", "embeddings", "data", "events", "encoders"),
-        *("config", "strict_yaml", "logging", "distributed", "artifacts"),
+        *("config", "strict_yaml", "logging", "distributed", "artifacts", "schema"),
     },
     "evaluation": {
         *("training", "tasks", "embeddings", "data", "events", "encoders"),
@@ -39,7 +39,7 @@ ALLOWED = {
     },
     "export": {
         *("evaluation", "training", "embeddings", "data", "events", "encoders"),
-        *("strict_yaml", "logging", "distributed", "artifacts", "errors", "options"),
+        *("strict_yaml", "logging", "distributed", "artifacts", "errors", "options", "schema"),
     },
     "serving": {"export", "events", "encoders", "logging", "artifacts", "options"},
     "api": {"export", "evaluation", "training", "data", "events", "config", "distributed", "artifacts"},
