@@ -30,6 +30,7 @@ import yaml
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
+_ANY = "*"
 _Key = tuple[str, ...]
 
 
@@ -55,18 +56,23 @@ def load(schema: type[Schema], path: str | Path | None = None, overrides: Sequen
     for override in overrides:
         settings.update(_read_override(override))
     actual = _with_kinds(schema, settings)
-    problems = []
+    keys, problems = _keys(actual), []
     for key, setting in settings.items():
         try:
             # a section whose every line is commented out reads as null and means its defaults
-            if dataclasses.is_dataclass(_type_of(key, actual)) and setting.value is None:
+            if dataclasses.is_dataclass(_type_of(key, keys)) and setting.value is None:
                 settings[key] = setting._replace(value={})
         except ConfigError as error:
             problems.append(f"{setting.where}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    found = _validate(actual, settings)
-    return schema(**{name: getattr(found, name) for name in _types(schema)})
+    # Strict JSON validation is the rule wanted here: a list may become a tuple and an int a float, nothing else.
+    text = json.dumps(_nest(settings), default=str)
+    try:
+        found = pydantic.TypeAdapter(actual).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem, settings) for problem in error.errors())) from None
+    return schema(**{field.name: getattr(found, field.name) for field in dataclasses.fields(schema)})  # type: ignore[arg-type]
 
 
 def dump(config: Any) -> str:
@@ -201,59 +207,38 @@ def _with_kinds(schema: type[Any], settings: Mapping[_Key, _Setting]) -> type[An
     return dataclasses.make_dataclass(schema.__name__, fields, bases=(schema,), frozen=True) if fields else schema
 
 
-def _section(kind: Any) -> type[Any] | None:
-    """The dataclass behind a type, also behind ``Section | None``; None for a plain value."""
-    options = (kind,) if _mapping_value(kind) is not None else (kind, *typing.get_args(kind))
-    for option in options:
-        if isinstance(option, type) and dataclasses.is_dataclass(option):
-            return option
-    return None
-
-
-def _mapping_value(kind: Any) -> Any:
-    """The type of a mapping's values, also behind ``dict[...] | None``; None if it is no mapping."""
-    for option in (kind, *typing.get_args(kind)):
-        if typing.get_origin(option) is dict:
-            return typing.get_args(option)[1]
-    return dict if kind is dict else None
-
-
-def _types(schema: type[Any]) -> dict[str, Any]:
-    """The type of each key of a dataclass."""
-    hints = typing.get_type_hints(schema)
-    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
-
-
-def _keys(schema: type[Any], prefix: _Key = ()) -> list[_Key]:
-    """All keys of a schema, sections included."""
-    found: list[_Key] = []
-    for name, kind in _types(schema).items():
-        found.append((*prefix, name))
-        if (section := _section(kind)) is not None:
-            found += _keys(section, (*prefix, name))
+def _keys(kind: Any, prefix: _Key = ()) -> dict[_Key, Any]:
+    """Every key below a type, sections included, and its own type; ``*`` is any name in a mapping."""
+    if dataclasses.is_dataclass(kind):
+        inner = {field.name: typing.get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+    elif typing.get_origin(kind) is dict:
+        inner = {_ANY: typing.get_args(kind)[1]}
+    else:  # ``Section | None`` has the keys of the section
+        return {key: each for option in typing.get_args(kind) for key, each in _keys(option, prefix).items()}
+    found: dict[_Key, Any] = {}
+    for name, each in inner.items():
+        found |= {(*prefix, name): each, **_keys(each, (*prefix, name))}
     return found
 
 
-def _type_of(key: _Key, schema: type[Any]) -> Any:
-    """The type of a key's value; a ConfigError if the schema does not have the key."""
-    kind: Any = schema
+def _type_of(key: _Key, keys: Mapping[_Key, Any]) -> Any:
+    """The type of a key's value; a ConfigError if there is no such key."""
+    known: _Key = ()
     for depth, name in enumerate(key):
-        if _mapping_value(kind) is not None:
-            kind = _mapping_value(kind)  # any name will do
-            continue
-        section = _section(kind)
-        if section is None:
+        here = [each[-1] for each in keys if each[:-1] == known]
+        if not here:
             raise ConfigError(f"{'.'.join(key)} is set, but {'.'.join(key[:depth])} is no section")
-        if name not in _types(section):
-            wrong = ".".join(key[: depth + 1])
-            everywhere = [".".join(k) for k in _keys(schema)]
-            here = [".".join((*key[:depth], n)) for n in _types(section)]
-            near = difflib.get_close_matches(wrong, here, 1) or difflib.get_close_matches(wrong, everywhere, 1)
-            near = near or [k for k in everywhere if k.rpartition(".")[2] == name]
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(here)}"
-            raise ConfigError(f"unknown key {wrong}; {hint}")
-        kind = _types(section)[name]
-    return kind
+        if name not in here and _ANY not in here:
+            raise ConfigError(_unknown(key[: depth + 1], here, [".".join(each) for each in keys]))
+        known = (*known, name if name in here else _ANY)
+    return keys[known]
+
+
+def _unknown(key: _Key, here: list[str], everywhere: list[str]) -> str:
+    wrong, siblings = ".".join(key), [".".join((*key[:-1], name)) for name in here]
+    near = difflib.get_close_matches(wrong, siblings, 1) or difflib.get_close_matches(wrong, everywhere, 1)
+    near = near or [each for each in everywhere if each.rpartition(".")[2] == key[-1]]
+    return f"unknown key {wrong}; " + (f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}")
 
 
 def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
@@ -267,15 +252,6 @@ def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
             branch = inner
         branch[key[-1]] = setting.value
     return tree
-
-
-def _validate(schema: type[Schema], settings: Mapping[_Key, _Setting]) -> Schema:
-    # Strict JSON validation is the rule wanted here: a list may become a tuple and an int a float, nothing else.
-    text = json.dumps(_nest(settings), default=str)
-    try:
-        return pydantic.TypeAdapter(schema).validate_json(text, strict=True)
-    except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem, settings) for problem in error.errors())) from None
 
 
 def _explain(problem: Any, settings: Mapping[_Key, _Setting]) -> str:

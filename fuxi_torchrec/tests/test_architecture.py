@@ -26,7 +26,7 @@ ALLOWED = {
     "encoders": {"ops"},
     "events": {"errors", "logging"},
     "tasks": {"events", "encoders", "ops"},
-    "config": {"tasks", "encoders", "strict_yaml", "distributed"},
+    "config": {"tasks", "encoders", "strict_yaml", "distributed", "options"},
     "data": {"events", "artifacts", "logging", "options"},
     "embeddings": {"data", "events", "tasks", "config", "distributed"},
     "training": {
