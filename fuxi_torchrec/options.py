@@ -10,16 +10,16 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 Schema = TypeVar("Schema")
 
 
-def option(default: Any, help: str, *, metavar: str | None = None, least: float | None = None) -> Any:
+def option(default: Any, help: str, *, metavar: str | None = None, **bounds: float) -> Any:
     """A field of an option dataclass.
 
     Args:
         default: MISSING for one that must be given.
         help: what ``--help`` says of it.
         metavar: for a value in ``--help``.
-        least: the smallest number allowed, see :func:`check_bounds`.
+        bounds: of a number, see :func:`check_bounds`.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, "least": least})
+    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, **bounds})
 
 
 def check_bounds(record: Any, named: Callable[[str], str] | None = None) -> None:

@@ -27,6 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 import pydantic
 import yaml
 
+from fuxi_torchrec.schema import shown, told
+
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
@@ -189,22 +191,20 @@ def _read_override(override: str) -> dict[_Key, _Setting]:
 
 def _with_kinds(schema: type[Any], settings: Mapping[_Key, _Setting]) -> type[Any]:
     """The schema with the dataclass of its kind in place of every tagged union."""
-    chosen: dict[str, type[Any]] = {}
+    chosen = []
     for field in dataclasses.fields(schema):
         if "by_kind" not in field.metadata:
             continue
-        assert field.default_factory is not dataclasses.MISSING
-        kind = field.default_factory().kind
-        given = settings.get((field.name, "kind"))
-        try:
-            if given is not None and not isinstance(given.value, str):
-                raise ValueError("should be a valid string")
-            chosen[field.name] = field.metadata["by_kind"](kind if given is None else given.value)
-        except ValueError as error:
-            assert given is not None
-            raise ConfigError(f"{given.where}: {field.name}.kind = {given.value!r}: {error}") from None
-    fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in chosen.items()]
-    return dataclasses.make_dataclass(schema.__name__, fields, bases=(schema,), frozen=True) if fields else schema
+        section, given = field.default_factory, settings.get((field.name, "kind"))
+        if given is not None:
+            try:
+                if not isinstance(given.value, str):
+                    raise ValueError("should be a valid string")
+                section = field.metadata["by_kind"](given.value)
+            except ValueError as error:
+                raise ConfigError(f"{given.where}: {field.name}.kind = {shown(given.value)}: {error}") from None
+        chosen.append((field.name, section, dataclasses.field(default_factory=section)))
+    return dataclasses.make_dataclass(schema.__name__, chosen, bases=(schema,), frozen=True) if chosen else schema
 
 
 def _keys(kind: Any, prefix: _Key = ()) -> dict[_Key, Any]:
@@ -257,12 +257,12 @@ def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
 def _explain(problem: Any, settings: Mapping[_Key, _Setting]) -> str:
     """One of pydantic's findings in terms of the key, the value and the place where it was written."""
     location = tuple(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = told(problem)
     for length in range(len(location), 0, -1):
         key = location[:length]
         if key in settings:
             inside = "".join(f"item {part}: " for part in location[length:] if part.isdigit())
-            return f"{settings[key].where}: {'.'.join(key)} = {settings[key].value!r}: {inside}{message}"
+            return f"{settings[key].where}: {'.'.join(key)} = {shown(settings[key].value)}: {inside}{message}"
     # a section's own check, over several keys
     files = {s.where.partition(":")[0] for k, s in settings.items() if k[: len(location)] == location}
     return f"{', '.join(sorted(files))}: {'.'.join(location) or 'the config'}: {message}"

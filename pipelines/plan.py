@@ -6,62 +6,58 @@ Exit code 1 if it does not fit, with what would.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import MISSING, dataclass
+from typing import TYPE_CHECKING, Literal
 
 from fuxi_torchrec.config import Config, load_config
 from fuxi_torchrec.logging import setup_logging
-from fuxi_torchrec.strict_yaml import ConfigError
+from fuxi_torchrec.options import add_options, check_bounds, option, options_from
 
 if TYPE_CHECKING:  # TorchRec takes seconds to import: not for --help
     from fuxi_torchrec.embeddings.sharding import Placement
     from fuxi_torchrec.training import planning
 
 
+@dataclass(frozen=True)
+class Options:
+    """The machines, and what of the data decides sizes."""
+
+    items: int = option(MISSING, "of the catalogue", least=1)
+    nodes: int = option(1, "hosts", least=1)
+    procs_per_node: int = option(1, "ranks on a host, one a device", least=1)
+    device: Literal["cpu", "cuda"] = option("cuda", "of the ranks")
+    memory_gb: float | None = option(None, "of a device, or a rank's share of a host (80; cpu: 16)", above=0)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+
 def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m pipelines.plan", description=__doc__.splitlines()[0])
     found.add_argument("--config", help="YAML file of the experiment")
-    found.add_argument("--nodes", type=_positive, default=1, help="hosts")
-    found.add_argument("--procs-per-node", type=_positive, default=1, help="ranks on a host, one a device")
-    found.add_argument("--items", type=_positive, required=True, help="of the catalogue")
+    add_options(found, Options)
     found.add_argument(
         "--feature-rows", type=_feature, action="append", default=[], metavar="NAME=ROWS", help="of a feature table"
-    )
-    found.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    found.add_argument(
-        "--memory-gb", type=_positive_number, help="of a device, or a rank's share of a host (80; cpu: 16)"
     )
     found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, not {value}")
-    return value
-
-
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be positive, not {value:g}")
-    return value
-
-
 def _feature(text: str) -> tuple[str, int]:
     name, _, rows = text.partition("=")
-    return name, _positive(rows or "0")
+    if int(rows or "0") < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, not {rows or 'missing'}")
+    return name, int(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; 1 if it does not fit."""
-    options = _parser().parse_intermixed_args(arguments)
+    given = _parser().parse_intermixed_args(arguments)
     try:
-        config = load_config(options.config, options.overrides)
-    except ConfigError as error:
+        options, config = options_from(given, Options), load_config(given.config, given.overrides)
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     setup_logging("error")
@@ -70,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     gigabytes = options.memory_gb or {"cpu": 16.0, "cuda": 80.0}[options.device]
     cluster = planning.Cluster(options.nodes, options.procs_per_node, options.device, int(gigabytes * planning.GB))
-    features = dict(options.feature_rows)
+    features = dict(given.feature_rows)
     unknown = [name for name in features if name not in config.features.event]
     if unknown:
         there = ", ".join(config.features.event) or "none"
