@@ -286,10 +286,5 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return strict_yaml.load(Config, path, overrides)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a configuration, every default included."""
-    return strict_yaml.print_main(Config, "python -m fuxi_torchrec.config", arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(strict_yaml.print_main(Config, "python -m fuxi_torchrec.config"))

@@ -16,7 +16,6 @@ from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.options import add_options, check_bounds, option, options_from
 
 if TYPE_CHECKING:  # TorchRec takes seconds to import: not for --help
-    from fuxi_torchrec.embeddings.sharding import Placement
     from fuxi_torchrec.training import planning
 
 
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     setup_logging("error")
-    from fuxi_torchrec.embeddings.sharding import ShardingError
+    from fuxi_torchrec.embeddings.sharding import ShardingError, describe
     from fuxi_torchrec.training import planning
 
     gigabytes = options.memory_gb or {"cpu": 16.0, "cuda": 80.0}[options.device]
@@ -84,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardingError as error:
         print(f"no plan: {error}")
         return 1
-    print(_sharding(found.parts))
+    print(describe(found.parts))
     print(f"\nMemory of the busiest rank, {found.events:,} events and {found.lookups:,} rows looked up at once:\n")
     print(_sizes(found.memory, "total", found.total))
     if config.batch.max_events_per_rank is None:
@@ -121,22 +120,6 @@ def _print_changes(config: Config, items: int, features: dict[str, int], cluster
     print("What would fit:")
     for settings, total in sorted(changes.items(), key=lambda each: each[1]):
         print(f"  {' and '.join(settings):<60} {_size(total):>10}")
-
-
-def _sharding(parts: "list[Placement]") -> str:
-    """Like parts of a table in one line."""
-    head = f"{'table':<20} {'sharding':<14} {'kernel':<7} {'ranks':>10}"
-    lines = [f"{head} {'rows of a part':>16} {'columns':>8} {'MB':>12}"]
-    for table in dict.fromkeys(part.table for part in parts):
-        own = [part for part in parts if part.table == table]
-        largest = max(own, key=lambda part: part.rows * part.columns)
-        holders = "all" if largest.rank is None else str(len({part.rank for part in own}))
-        size = largest.rows * largest.columns * 4 / 1e6
-        lines.append(
-            f"{table:<20} {largest.sharding:<14} {largest.kernel:<7} {holders:>10} {largest.rows:>16,} "
-            f"{largest.columns:>8} {size:>12,.1f}"
-        )
-    return "\n".join(lines)
 
 
 def _sizes(values: dict[str, int], last: str, total: int) -> str:

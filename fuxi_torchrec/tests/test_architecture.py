@@ -14,6 +14,7 @@ ROOT = PACKAGE.parent
 ALLOWED = {
     "errors": set(),
     "logging": set(),
+    "machine": set(),
     "artifacts": {"errors"},
     "distributed": set(),
     "options": set(),
@@ -21,7 +22,7 @@ ALLOWED = {
     "schema": set(),
     "strict_yaml": {"schema"},
     "worker_group": set(),
-    "doctor": {"worker_group"},
+    "doctor": {"machine", "worker_group"},
     "ops": set(),
     "encoders": {"ops"},
     "events": {"errors", "logging"},

@@ -146,26 +146,17 @@ def _lookup_bytes(table: Table, bags: int, ranks: int) -> dict[str, int]:
     others = ranks - 1
     if not others:
         return {}
-    elements = bags * table.dim
+    one, all_others = FLOAT * bags * table.dim, FLOAT * bags * table.dim * others  # the rows, sent once or to everybody
     if table.sharding == "data_parallel":
         return {"gradients, all-reduce": _all_reduce(table.rows * table.dim, ranks)}
     if table.sharding == "row_wise":
         ids = INT * bags * others // ranks + INT * bags * others  # ids to their owners, lengths to everybody
-        return {
-            "ids, all-to-all": ids,
-            "rows, reduce-scatter": FLOAT * elements * others,
-            "rows' gradients, all-gather": FLOAT * elements * others,
-        }
-    if table.sharding == "table_wise":  # the owner
-        return {
-            "ids, all-to-all": 2 * INT * bags,
-            "rows, all-to-all": FLOAT * elements * others,
-            "rows' gradients, all-to-all": FLOAT * elements,
-        }
+        return {"ids, all-to-all": ids, "rows, reduce-scatter": all_others, "rows' gradients, all-gather": all_others}
+    owner = table.sharding == "table_wise"  # holds the whole table, and is the busiest
     return {
-        "ids, all-to-all": 2 * INT * bags * others,
-        "rows, all-to-all": FLOAT * elements * others // ranks,
-        "rows' gradients, all-to-all": FLOAT * elements * others // ranks,
+        "ids, all-to-all": 2 * INT * bags * (1 if owner else others),
+        "rows, all-to-all": all_others if owner else all_others // ranks,
+        "rows' gradients, all-to-all": one if owner else all_others // ranks,
     }
 
 
