@@ -17,7 +17,7 @@ ALLOWED = {
     "artifacts": {"errors"},
     "distributed": set(),
     "options": set(),
-    "processes": set(),
+    "processes": {"artifacts"},
     "schema": set(),
     "strict_yaml": set(),
     "worker_group": set(),
