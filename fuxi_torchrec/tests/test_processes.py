@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fuxi_torchrec.artifacts import is_locked
+from fuxi_torchrec.artifacts import lock
 from fuxi_torchrec.processes import supervised
 
 CHILD = "import os, time; from fuxi_torchrec.processes import end_with_parent; end_with_parent({}); time.sleep(60)"
@@ -49,6 +49,11 @@ def gone(pid, seconds=30.0):
     return False
 
 
+def is_held(path):
+    with path.open("a+") as file:
+        return not lock(file, 0.0)
+
+
 def test_a_child_ends_with_a_parent_that_was_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
@@ -71,11 +76,11 @@ def test_a_supervised_command_and_all_it_started_end_with_the_parent(tmp_path, n
     command = [sys.executable, "-c", STARTS, FAMILY.format("time.sleep(90)"), str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         below = [int(parent.stdout.readline()), *map(int, parent.stdout.readline().split())]
-        assert len(below) == 3 and is_locked(file)
+        assert len(below) == 3 and is_held(file)
         parent.send_signal(number)
         assert parent.wait() == -number
         assert "saved" in parent.stdout.readline(), "it was asked before it was killed"
-        assert all(map(gone, below)) and not is_locked(file)
+        assert all(map(gone, below)) and not is_held(file)
 
 
 def test_a_supervisor_whose_parent_is_gone_already_starts_nothing(tmp_path):
