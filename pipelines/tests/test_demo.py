@@ -53,7 +53,7 @@ def test_a_command_that_fails_is_shown_with_the_last_lines_of_its_log(tmp_path, 
     monkeypatch.setattr(demo, "synthetic_stages", lambda root, users: [stage])
     assert demo.main(["--directory", str(tmp_path / "demo")]) == 1
     said = capsys.readouterr()
-    assert "$ sh -c" in said.out and "100" not in said.out
+    assert "$ sh -c" in said.out and "\n100" not in said.out
     assert "exit code 4; the last lines of" in said.err and said.err.splitlines()[-1] == "100"
     assert "\n81\n" in said.err and "\n80\n" not in said.err
     assert len((tmp_path / "demo" / "logs" / "1-sh.log").read_text().splitlines()) == 100
