@@ -110,6 +110,15 @@ def test_what_a_command_leaves_behind_ends_when_it_has_ended():
     assert done.returncode == 128 + signal.SIGKILL
 
 
+def test_a_command_gets_its_own_arguments(tmp_path):
+    for path in (None, tmp_path / "lock"):
+        command = supervised(["echo", "-m", "train", "--", "--lock", "--", "x"], path)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+        assert done.stdout == "-m train -- --lock -- x\n"
+    done = subprocess.run(command[:4], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "a command has to follow after --" in done.stderr
+
+
 def test_a_command_that_is_not_there_is_named():
     done = subprocess.run(supervised(["no-such-command", "--", "x"]), capture_output=True, text=True, timeout=60)
     assert done.returncode and "no-such-command: No such file" in done.stderr
