@@ -151,16 +151,29 @@ def test_no_body_is_read_without_the_token(recommender, path, status):
 def test_the_command_bounds_connections_and_events(export, tmp_path, monkeypatch):
     from pipelines import serve
 
-    def run(app, **options):
-        ran.append(options["limit_concurrency"])
+    def run(app, bound, limits, stop_seconds):
+        bound.close()
+        ran.append((limits.max_connections, limits.header_seconds, stop_seconds))
         with TestClient(app) as client:
             assert "fuxi_max_recent_events 7.0" in client.get("/metrics").text
 
     ran = []
-    monkeypatch.setattr("uvicorn.run", run)
-    arguments = ["--export", str(export), "--log-dir", str(tmp_path / "log"), "--max-recent-events", "7"]
-    assert serve.main(arguments) == serve.main([*arguments, "--max-connections", "5"]) == 0
-    assert ran == [1024, 5]
+    monkeypatch.setattr("fuxi_torchrec.serving.http.server.run", run)
+    arguments = ["--export", str(export), "--port", "0", "--log-dir", str(tmp_path / "log"), "--max-recent-events", "7"]
+    others = ["--max-connections", "5", "--header-seconds", "2", "--stop-seconds", "3"]
+    assert serve.main(arguments) == serve.main([*arguments, *others]) == 0
+    assert ran == [(1024, 10.0, 10), (5, 2.0, 3)]
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "json"])
+def test_a_body_must_say_that_it_is_json(client, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    answer = client.post("/recommend", content=b'{"user_id": 3}', headers=headers)
+    assert answer.status_code == 415
+    assert "with the header Content-Type: application/json" in answer.json()["detail"]
+    assert (kind or "no Content-Type") in answer.json()["detail"]
+    said = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert client.post("/recommend", content=b'{"user_id": 3}', headers=said).status_code == 200
 
 
 def test_a_disk_that_failed_is_bad_health(client, monkeypatch):
