@@ -21,7 +21,8 @@ def bounded(limits: ConnectionLimits, dropped: Callable[[str], None]) -> Callabl
 
     Args:
         dropped: is told why a connection was ended: ``header``, ``body``, ``answer``, ``idle`` for who took longer than
-            the limit, ``room`` for who made room, ``refused`` for who found none.
+            the limit, ``room`` for who made room, ``refused`` for who found none, ``stop`` for who kept the
+            service from stopping.
     """
     shares = (Share(limits.max_connections, limits.max_per_address), Share(RESERVED, RESERVED))
     return partial(BoundedProtocol, shares, limits, dropped)
@@ -82,6 +83,12 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._leave()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self._stage and self._stage[0] in ("body", "answer") and self._timer is not None:
+            self._timer.cancel()  # the other half of the time is for answers to what comes in this one
+            self._timer = self.loop.call_later((self.config.timeout_graceful_shutdown or 0) / 2, self._end, "stop", 503)
 
     # --- limits ------------------------------------------------------------------------------------------------------
 

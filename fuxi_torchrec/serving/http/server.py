@@ -15,8 +15,11 @@ from fuxi_torchrec.serving.http.protocol import bounded
 
 logger = get_logger(__name__)
 
-BACKLOG = 512  # connections that the kernel holds until they are accepted, and that are accepted at once
-OTHER_FILES = 256  # of the export, the store, libraries
+BACKLOG = 1024  # connections that the kernel holds until they are accepted
+# so many are accepted before those that are open get a turn: a flood keeps nobody waiting, and a connection is read
+# before others could take its place
+AT_ONCE = 64
+OTHER_FILES = 256 + 4 * AT_ONCE  # of the export, the store, libraries; connections that come and go
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -36,7 +39,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 def within_open_files(limits: ConnectionLimits) -> ConnectionLimits:
     """As many connections as the process may have files; the limit is raised as far as it may be."""
-    others = RESERVED + BACKLOG + OTHER_FILES
+    others = RESERVED + OTHER_FILES
     needed = limits.max_connections + others
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft not in (resource.RLIM_INFINITY, max(soft, needed)):
@@ -62,7 +65,7 @@ def run(app: FastAPI, bound: socket.socket, limits: ConnectionLimits, stop_secon
         ws="none",
         log_level="info",
         access_log=False,
-        backlog=BACKLOG,
+        backlog=min(AT_ONCE, max(limits.max_connections // 4, 1)),  # asyncio takes it for both
         timeout_keep_alive=limits.idle_seconds + 1,  # type: ignore[arg-type]  # ours is first
         timeout_graceful_shutdown=stop_seconds,
     )
@@ -79,5 +82,6 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for bound in sockets or []:
+            bound.listen(BACKLOG)
             host, port = bound.getsockname()[:2]
             logger.info("running on http://%s:%d", f"[{host}]" if ":" in host else host, port)
