@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuxi_torchrec.logging import get_logger, setup_logging
-from fuxi_torchrec.options import add_options, check_least, option, options_from
+from fuxi_torchrec.options import add_options, check_bounds, option, options_from
 from fuxi_torchrec.serving.http.connections import ConnectionLimits
 from fuxi_torchrec.serving.options import Limits, RecommenderOptions
 
@@ -30,7 +30,7 @@ class ServerOptions:
     stop_seconds: int = option(10, "that requests have to finish at SIGTERM and Ctrl-C", least=0)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)
         if self.port > 65535:
             raise ValueError(f"--port must be at most 65535, not {self.port}")
 

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Protocol
 
-from fuxi_torchrec.options import check_least, option
+from fuxi_torchrec.options import check_bounds, option
 
 RESERVED = 32  # connections beyond the limit, for /health alone
 
@@ -22,7 +22,7 @@ class ConnectionLimits:
     idle_seconds: float = option(60.0, "between two requests", least=0.1)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)
 
 
 class Client(Protocol):
