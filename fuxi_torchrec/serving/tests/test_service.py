@@ -265,6 +265,29 @@ def test_features_may_have_any_name(tmp_path):
         assert refused.status_code == 422 and "features.feature_1" in refused.json()["detail"]
 
 
+def test_features_that_the_recommender_refuses_are_refused_here_too(tmp_path):
+    features = (Feature("action"), Feature("tags", multiple=True, pooling="sum"), Feature("surface"))
+    write_demo_export(tmp_path / "x", DemoExport(items=30, users=5, features=features, text_features=("surface",)))
+    recommender = Recommender.load(tmp_path / "x")
+    rows, refused = recommender.feature_rows, 0
+    assert rows.keys() == {"action", "tags"}
+    with TestClient(create_app(recommender)) as client:
+        when = as_of(client)
+        for name in ("action", "tags", "surface", "other"):
+            most = rows.get(name, 10) - 1
+            for value in (0, most, most + 1, -1, True, 1.5, "", "seen", "never seen", [], [1, most], [most + 1], ["x"]):
+                event = {"user_id": 3, "item_id": 1001, "timestamp": when, "features": {name: value}}
+                try:
+                    recommender.append([3], [1001], [when], features=[{name: value}])
+                    status = 200
+                except ValueError:
+                    status, refused = 422, refused + 1
+                answer = client.post("/append", json={"events": [event]})
+                assert answer.status_code == status, (name, value, answer.text)
+                assert status == 200 or f"features.{name}" in answer.json()["detail"]
+    assert 0 < refused < 52
+
+
 # --- batching --------------------------------------------------------------------------------------------------------
 
 
