@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from fuxi_torchrec import machine
 from fuxi_torchrec.data.dataset import ITEM, TARGET, TIME, USER, Dataset
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
@@ -60,6 +61,9 @@ class Reader:
         if missing:
             there = ", ".join(sorted(known)) or "none"
             raise DataError(f"{dataset.path}: no feature {', '.join(missing)}; there are {there}")
+        if cache_bytes > machine.memory_bytes():
+            most = machine.memory_bytes() // 2**20
+            raise DataError(f"data.cache_mib = {cache_bytes // 2**20}: this machine has {most} MiB of memory in all")
         self.dataset, self.features = dataset, tuple(features)
         self._names = [ITEM, TIME, *([TARGET] if dataset.info.has_target else []), *features]
         self.on_bad_rows, self.cache_bytes = on_bad_rows, cache_bytes

@@ -28,7 +28,7 @@ ALLOWED = {
     "events": {"errors", "logging", "schema"},
     "tasks": {"events", "encoders", "ops"},
     "config": {"tasks", "encoders", "strict_yaml", "distributed"},
-    "data": {"events", "artifacts", "logging", "options", "schema"},
+    "data": {"events", "artifacts", "logging", "machine", "options", "processes", "schema"},
     "embeddings": {"data", "events", "tasks", "config", "distributed"},
     "training": {
         *("tasks", "embeddings", "data", "events", "encoders"),
