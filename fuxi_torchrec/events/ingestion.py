@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.log import INTEGERS, columns_of, kind_of, literal, quote, shown
+from fuxi_torchrec.events.log import INTEGERS, kind_of, literal, quote, shown
 from fuxi_torchrec.events.sources import FILE, ROW, Source
 from fuxi_torchrec.logging import get_logger
 
@@ -56,8 +56,7 @@ class Ingestion:
     def _typed(self, found: dict[str, str]) -> tuple[str, dict[str, str]]:
         """The reader with the types that the spec has written down, and those of all columns that it reads."""
         log, casts = self.source.log, []
-        conditions = [name for each in (log.where, log.target) if each for name in columns_of(each)]
-        types = {name: kind_of(found[name]) for name in (*log.needed(), *conditions) if name in found}
+        types = {name: kind_of(found[name]) for name in log.read() if name in found}
         for name, wanted in log.columns.items():
             kind = types.get(name, wanted)
             if kind == wanted or (kind != "VARCHAR" and wanted != "VARCHAR" and name not in log.features):

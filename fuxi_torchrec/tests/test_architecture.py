@@ -28,7 +28,7 @@ ALLOWED = {
     "events": {"errors", "logging", "schema"},
     "tasks": {"encoders", "events", "ops", "options"},
     "config": {"distributed", "encoders", "options", "strict_yaml", "tasks"},
-    "data": {"artifacts", "events", "logging", "options", "schema"},
+    "data": {"artifacts", "events", "logging", "machine", "options", "processes", "schema"},
     "embeddings": {"data", "events", "tasks", "config", "distributed"},
     "training": {
         *("tasks", "embeddings", "data", "events", "encoders"),
