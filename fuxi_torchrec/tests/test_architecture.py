@@ -14,6 +14,7 @@ ROOT = PACKAGE.parent
 ALLOWED = {
     "errors": set(),
     "logging": set(),
+    "machine": set(),
     "artifacts": {"errors"},
     "distributed": set(),
     "options": set(),
