@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 import pydantic
 import yaml
 
+from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.schema import shown, told
 
 Schema = TypeVar("Schema")
@@ -36,7 +37,7 @@ _ANY = "*"
 _Key = tuple[str, ...]
 
 
-class ConfigError(ValueError):
+class ConfigError(FuxiError, ValueError):
     """A configuration that does not fit its schema; the message lists every problem."""
 
 
