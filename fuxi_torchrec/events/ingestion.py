@@ -25,7 +25,8 @@ class Ingestion:
     Args:
         database: where.
         source: the log. Types of columns that its spec names are those that the log gets.
-        keep: read the files once and keep the rows in the database; else Parquet is read again by each query.
+        keep: read the files once and keep the rows in the database; else Parquet is read again by each query. The
+            spec may then be somebody else's: what it says is done to these rows, where no file can be read or written.
 
     Attributes:
         spec: the source's, with the types found.
@@ -41,6 +42,12 @@ class Ingestion:
         missing = [name for name in source.log.needed() if name not in found]
         if missing:
             raise DataError(f"{self._name}: no column {', '.join(missing)}; the columns are {', '.join(found)}")
+        if keep:
+            read = {*source.log.needed(), *source.log.columns, *self._conditions()}
+            names = [*(quote(name) for name in found if name in read), FILE, *([ROW] if self._numbered else [])]
+            database.rows(f"CREATE TABLE kept AS SELECT {', '.join(names)} FROM {source.reader}")
+            database.rows("SET enable_external_access = false")
+            self.source = source = replace(source, reader="kept")
         reader, types = self._typed(found)
         self.spec = replace(source.log, columns=types)
         self.first: int | None = None
@@ -53,11 +60,14 @@ class Ingestion:
         kind = "TABLE" if keep or not self._numbered else "VIEW"
         database.rows(f"CREATE {kind} log AS SELECT {', '.join(columns)} FROM {reader}{where}")
 
+    def _conditions(self) -> list[str]:
+        """Columns that the condition and the target name."""
+        return [name for each in (self.source.log.where, self.source.log.target) if each for name in columns_of(each)]
+
     def _typed(self, found: dict[str, str]) -> tuple[str, dict[str, str]]:
         """The reader with the types that the spec has written down, and those of all columns that it reads."""
         log, casts = self.source.log, []
-        conditions = [name for each in (log.where, log.target) if each for name in columns_of(each)]
-        types = {name: kind_of(found[name]) for name in (*log.needed(), *conditions) if name in found}
+        types = {name: kind_of(found[name]) for name in (*log.needed(), *self._conditions()) if name in found}
         for name, wanted in log.columns.items():
             kind = types.get(name, wanted)
             if kind == wanted or (kind != "VARCHAR" and wanted != "VARCHAR" and name not in log.features):
