@@ -22,6 +22,7 @@ from fuxi_torchrec.processes import end_with_parent
 
 MEMORY = 6 << 30  # bytes that a case may map beside what it was forked with
 LIFETIME = 300  # cases of a process: what they leave behind does not pile up
+WORKING = object()  # in place of an answer
 _LENGTH = struct.Struct("<Q")
 
 
@@ -134,7 +135,7 @@ def run(work: Work, things: Sequence[Any], place: Path, jobs: int, seconds: floa
             ready, _, _ = select.select([worker.answers for worker in workers], [], [], 0.5)
             for worker in list(workers):
                 answer = _answer(worker, worker.answers in ready, seconds)
-                if answer is None:
+                if answer is WORKING:
                     continue
                 yield worker.held, answer
                 alive = not isinstance(answer, Outcome) or answer.kind not in (CRASHED, HUNG)
@@ -155,7 +156,7 @@ def _good(answer: Any) -> bool:
 
 
 def _answer(worker: Worker, ready: bool, seconds: float) -> Any:
-    """What a process answers, if it is there; None while it works."""
+    """What a process answers, if it is there."""
     if ready:
         try:
             return _read(worker.answers)
@@ -168,7 +169,7 @@ def _answer(worker: Worker, ready: bool, seconds: float) -> Any:
         said = _tail(worker.place / "output")
         worker.end()
         return Outcome(HUNG, "", f"after {seconds:g} s; {said}")
-    return None
+    return WORKING
 
 
 def _tail(path: Path) -> str:
