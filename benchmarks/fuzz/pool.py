@@ -1,6 +1,7 @@
 """Cases in forked processes: whatever ends or stops one is told, and does not stop the others."""
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import resource
@@ -93,6 +94,7 @@ class Worker:
 
 def _serve(work: Work, place: Path, given: int, told: int) -> None:
     """The loop of a forked process."""
+    faulthandler.disable()  # it would write where the parent's errors go
     place.mkdir(parents=True)
     output = os.open(place / "output", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
