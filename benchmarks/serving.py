@@ -9,7 +9,6 @@ import argparse
 import asyncio
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -100,26 +99,28 @@ def refresh(scratch: Path) -> tuple[str, list[Aim], Any]:
         chosen = np.arange(users)
         some_new, some_whole = new.select(chosen), whole.select(chosen)
         times = np.full(users, last + 10**6)
-        shutil.copy(scratch / "refresh/states/part-00000.bin", scratch / "states.bin")
-        with StateFile.open(scratch / "states.bin", bundle.manifest.model_id, record, writable=True) as file:
-            original, _ = file.get(chosen)
+        before = StateFile.open(scratch / "refresh/states/part-00000.bin", bundle.manifest.model_id, record)
+        with StateFile.create(scratch / f"states-{users}.bin", bundle.manifest.model_id, record) as written:
 
-            def from_state(file: StateFile = file, chosen: Any = chosen, new: Any = some_new, t: Any = times) -> Any:
-                records, valid = file.get(chosen)
+            def from_state(
+                before: StateFile = before,
+                after: StateFile = written,
+                chosen: Any = chosen,
+                new: Any = some_new,
+                t: Any = times,
+            ) -> Any:
+                records, valid = before.get(chosen)
                 assert valid.all()
                 state: Any = model.append(model.read(records), new)
                 vectors = model.vectors(state, t)
-                file.put(chosen, state.to_bytes())
+                after.append(state.to_bytes())
                 return vectors
-
-            def again(file: StateFile = file, chosen: Any = chosen, original: Any = original) -> None:
-                file.put(chosen, original)
 
             def from_history(whole: Any = some_whole, t: Any = times) -> Any:
                 return model.vectors(model.encode(whole), t)
 
             difference = float((from_state() - from_history()).abs().max())
-            fast, slow = best_of(from_state, from_history, 8 if users == 1 else 2, again)
+            fast, slow = best_of(from_state, from_history, 8 if users == 1 else 2)
         raw[users] = {"from_state": fast, "from_history": slow, "difference": difference}
         rows.append([users, f"{fast * 1e3:.1f}", f"{slow * 1e3:.0f}", f"{slow / fast:.1f}", f"{difference:.1e}"])
     table = harness.table(
@@ -150,9 +151,7 @@ def refresh(scratch: Path) -> tuple[str, list[Aim], Any]:
     )
 
 
-def best_of(
-    one: Callable[[], Any], other: Callable[[], Any], repeats: int, between: Callable[[], Any]
-) -> tuple[float, float]:
+def best_of(one: Callable[[], Any], other: Callable[[], Any], repeats: int) -> tuple[float, float]:
     """The best processor times of two functions, taken in turn: other work on the machine does not count for either.
 
     The short one is called five times a turn, as for a stream of users: the first call finds cold caches.
@@ -160,7 +159,6 @@ def best_of(
     best = [float("inf"), float("inf")]
     for _ in range(repeats):
         for n, function in enumerate((one, one, one, one, one, other)):
-            between()
             began = time.thread_time()
             function()
             best[n // 5] = min(best[n // 5], time.thread_time() - began)

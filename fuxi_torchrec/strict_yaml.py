@@ -27,9 +27,12 @@ from typing import Any, NamedTuple, TypeVar
 import pydantic
 import yaml
 
+from fuxi_torchrec.schema import shown, told
+
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
+_ANY = "*"
 _Key = tuple[str, ...]
 
 
@@ -55,18 +58,23 @@ def load(schema: type[Schema], path: str | Path | None = None, overrides: Sequen
     for override in overrides:
         settings.update(_read_override(override))
     actual = _with_kinds(schema, settings)
-    problems = []
+    keys, problems = _keys(actual), []
     for key, setting in settings.items():
         try:
             # a section whose every line is commented out reads as null and means its defaults
-            if dataclasses.is_dataclass(_type_of(key, actual)) and setting.value is None:
+            if dataclasses.is_dataclass(_type_of(key, keys)) and setting.value is None:
                 settings[key] = setting._replace(value={})
         except ConfigError as error:
             problems.append(f"{setting.where}: {error}")
     if problems:
         raise ConfigError("\n".join(problems))
-    found = _validate(actual, settings)
-    return schema(**{name: getattr(found, name) for name in _types(schema)})
+    # Strict JSON validation is the rule wanted here: a list may become a tuple and an int a float, nothing else.
+    text = json.dumps(_nest(settings), default=str)
+    try:
+        found = pydantic.TypeAdapter(actual).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        raise ConfigError("\n".join(_explain(problem, settings) for problem in error.errors())) from None
+    return schema(**{field.name: getattr(found, field.name) for field in dataclasses.fields(schema)})  # type: ignore[arg-type]
 
 
 def dump(config: Any) -> str:
@@ -183,77 +191,54 @@ def _read_override(override: str) -> dict[_Key, _Setting]:
 
 def _with_kinds(schema: type[Any], settings: Mapping[_Key, _Setting]) -> type[Any]:
     """The schema with the dataclass of its kind in place of every tagged union."""
-    chosen: dict[str, type[Any]] = {}
+    chosen = []
     for field in dataclasses.fields(schema):
         if "by_kind" not in field.metadata:
             continue
-        assert field.default_factory is not dataclasses.MISSING
-        kind = field.default_factory().kind
-        given = settings.get((field.name, "kind"))
-        try:
-            if given is not None and not isinstance(given.value, str):
-                raise ValueError("should be a valid string")
-            chosen[field.name] = field.metadata["by_kind"](kind if given is None else given.value)
-        except ValueError as error:
-            assert given is not None
-            raise ConfigError(f"{given.where}: {field.name}.kind = {given.value!r}: {error}") from None
-    fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in chosen.items()]
-    return dataclasses.make_dataclass(schema.__name__, fields, bases=(schema,), frozen=True) if fields else schema
+        section, given = field.default_factory, settings.get((field.name, "kind"))
+        if given is not None:
+            try:
+                if not isinstance(given.value, str):
+                    raise ValueError("should be a valid string")
+                section = field.metadata["by_kind"](given.value)
+            except ValueError as error:
+                raise ConfigError(f"{given.where}: {field.name}.kind = {shown(given.value)}: {error}") from None
+        chosen.append((field.name, section, dataclasses.field(default_factory=section)))
+    return dataclasses.make_dataclass(schema.__name__, chosen, bases=(schema,), frozen=True) if chosen else schema
 
 
-def _section(kind: Any) -> type[Any] | None:
-    """The dataclass behind a type, also behind ``Section | None``; None for a plain value."""
-    options = (kind,) if _mapping_value(kind) is not None else (kind, *typing.get_args(kind))
-    for option in options:
-        if isinstance(option, type) and dataclasses.is_dataclass(option):
-            return option
-    return None
-
-
-def _mapping_value(kind: Any) -> Any:
-    """The type of a mapping's values, also behind ``dict[...] | None``; None if it is no mapping."""
-    for option in (kind, *typing.get_args(kind)):
-        if typing.get_origin(option) is dict:
-            return typing.get_args(option)[1]
-    return dict if kind is dict else None
-
-
-def _types(schema: type[Any]) -> dict[str, Any]:
-    """The type of each key of a dataclass."""
-    hints = typing.get_type_hints(schema)
-    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
-
-
-def _keys(schema: type[Any], prefix: _Key = ()) -> list[_Key]:
-    """All keys of a schema, sections included."""
-    found: list[_Key] = []
-    for name, kind in _types(schema).items():
-        found.append((*prefix, name))
-        if (section := _section(kind)) is not None:
-            found += _keys(section, (*prefix, name))
+def _keys(kind: Any, prefix: _Key = ()) -> dict[_Key, Any]:
+    """Every key below a type, sections included, and its own type; ``*`` is any name in a mapping."""
+    if dataclasses.is_dataclass(kind):
+        inner = {field.name: typing.get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+    elif typing.get_origin(kind) is dict:
+        inner = {_ANY: typing.get_args(kind)[1]}
+    else:  # ``Section | None`` has the keys of the section
+        return {key: each for option in typing.get_args(kind) for key, each in _keys(option, prefix).items()}
+    found: dict[_Key, Any] = {}
+    for name, each in inner.items():
+        found |= {(*prefix, name): each, **_keys(each, (*prefix, name))}
     return found
 
 
-def _type_of(key: _Key, schema: type[Any]) -> Any:
-    """The type of a key's value; a ConfigError if the schema does not have the key."""
-    kind: Any = schema
+def _type_of(key: _Key, keys: Mapping[_Key, Any]) -> Any:
+    """The type of a key's value; a ConfigError if there is no such key."""
+    known: _Key = ()
     for depth, name in enumerate(key):
-        if _mapping_value(kind) is not None:
-            kind = _mapping_value(kind)  # any name will do
-            continue
-        section = _section(kind)
-        if section is None:
+        here = [each[-1] for each in keys if each[:-1] == known]
+        if not here:
             raise ConfigError(f"{'.'.join(key)} is set, but {'.'.join(key[:depth])} is no section")
-        if name not in _types(section):
-            wrong = ".".join(key[: depth + 1])
-            everywhere = [".".join(k) for k in _keys(schema)]
-            here = [".".join((*key[:depth], n)) for n in _types(section)]
-            near = difflib.get_close_matches(wrong, here, 1) or difflib.get_close_matches(wrong, everywhere, 1)
-            near = near or [k for k in everywhere if k.rpartition(".")[2] == name]
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(here)}"
-            raise ConfigError(f"unknown key {wrong}; {hint}")
-        kind = _types(section)[name]
-    return kind
+        if name not in here and _ANY not in here:
+            raise ConfigError(_unknown(key[: depth + 1], here, [".".join(each) for each in keys]))
+        known = (*known, name if name in here else _ANY)
+    return keys[known]
+
+
+def _unknown(key: _Key, here: list[str], everywhere: list[str]) -> str:
+    wrong, siblings = ".".join(key), [".".join((*key[:-1], name)) for name in here]
+    near = difflib.get_close_matches(wrong, siblings, 1) or difflib.get_close_matches(wrong, everywhere, 1)
+    near = near or [each for each in everywhere if each.rpartition(".")[2] == key[-1]]
+    return f"unknown key {wrong}; " + (f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}")
 
 
 def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
@@ -269,24 +254,15 @@ def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
     return tree
 
 
-def _validate(schema: type[Schema], settings: Mapping[_Key, _Setting]) -> Schema:
-    # Strict JSON validation is the rule wanted here: a list may become a tuple and an int a float, nothing else.
-    text = json.dumps(_nest(settings), default=str)
-    try:
-        return pydantic.TypeAdapter(schema).validate_json(text, strict=True)
-    except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem, settings) for problem in error.errors())) from None
-
-
 def _explain(problem: Any, settings: Mapping[_Key, _Setting]) -> str:
     """One of pydantic's findings in terms of the key, the value and the place where it was written."""
     location = tuple(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = told(problem)
     for length in range(len(location), 0, -1):
         key = location[:length]
         if key in settings:
             inside = "".join(f"item {part}: " for part in location[length:] if part.isdigit())
-            return f"{settings[key].where}: {'.'.join(key)} = {settings[key].value!r}: {inside}{message}"
+            return f"{settings[key].where}: {'.'.join(key)} = {shown(settings[key].value)}: {inside}{message}"
     # a section's own check, over several keys
     files = {s.where.partition(":")[0] for k, s in settings.items() if k[: len(location)] == location}
     return f"{', '.join(sorted(files))}: {'.'.join(location) or 'the config'}: {message}"

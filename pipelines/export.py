@@ -34,14 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     setup_logging(given.log_level)
     manifest = export(given.run_dir, given.output, options_from(given, ExportOptions), options_from(given, RunOptions))
-    get_logger(__name__).info(
-        "%s: %s items, %s users, %s states, as of %d",
-        given.output,
-        f"{manifest.items:,}",
-        f"{manifest.users:,}",
-        f"{manifest.states:,}",
-        manifest.as_of,
-    )
+    counts = f"{manifest.items:,} items, {manifest.users:,} users, {manifest.states:,} states"
+    get_logger(__name__).info("%s: %s, as of %d", given.output, counts, manifest.as_of)
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuxi_torchrec.logging import get_logger, setup_logging
-from fuxi_torchrec.options import add_options, check_least, option, options_from
+from fuxi_torchrec.options import add_options, check_bounds, option, options_from
 from fuxi_torchrec.serving.options import Limits, RecommenderOptions
 from fuxi_torchrec.serving.recommender import Recommender
 
@@ -28,7 +28,7 @@ class ServerOptions:
     max_connections: int = option(1024, "open at once; more are answered with 503", least=1)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -19,6 +19,7 @@ from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
 from fuxi_torchrec.events.vocabulary import Vocabulary, read_table
+from fuxi_torchrec.schema import Record, read_json
 
 VERSION = 2
 INFO = "dataset.json"
@@ -29,7 +30,7 @@ BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_0
 
 
 @dataclass(frozen=True)
-class FileInfo:
+class FileInfo(Record):
     """One Parquet file of users."""
 
     name: str
@@ -38,7 +39,7 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
-class DatasetInfo:
+class DatasetInfo(Record):
     """What ``dataset.json`` says."""
 
     version: int
@@ -63,21 +64,6 @@ class DatasetInfo:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
-    @staticmethod
-    def from_json(text: str, path: str) -> "DatasetInfo":
-        """Back from :meth:`to_json`; ``path`` is for messages."""
-        try:
-            plain = json.loads(text)
-            if plain["version"] != VERSION:
-                what = f"dataset of version {plain['version']}, this software reads version {VERSION}"
-                raise DataError(f"{path}: {what}: prepare it again")
-            plain["log"] = LogSpec.from_dict(plain["log"])
-            plain["files"] = tuple(FileInfo(**file) for file in plain["files"])
-            plain["features"] = tuple(Feature(**feature) for feature in plain["features"])
-            return DatasetInfo(**plain)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: not a dataset description: {error!r}; prepare the dataset again") from None
-
 
 @dataclass(frozen=True)
 class Dataset:
@@ -91,13 +77,14 @@ class Dataset:
         """Read the description; a DataError if there is none."""
         where = f"{str(path).rstrip('/')}/{INFO}"
         try:
-            text = read_bytes(where).decode()
+            text = read_bytes(where)
         except DataError:
             raise DataError(
                 f"{path}: no dataset here: {INFO} is missing or cannot be read. It is written last, so an unfinished "
                 "preparation has none: run `python -m pipelines.prepare` again"
             ) from None
-        return Dataset(str(path).rstrip("/"), DatasetInfo.from_json(text, where))
+        info = read_json(DatasetInfo, text, where, DataError, "prepare the dataset again", version=("version", VERSION))
+        return Dataset(str(path).rstrip("/"), info)
 
     def file(self, name: str) -> str:
         return f"{self.path}/{name}"

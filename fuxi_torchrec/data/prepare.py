@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,11 +82,9 @@ class _Preparation:
         items = self._vocabulary(ITEMS, "items", "item_id", often)
         vocabularies = self._feature_vocabularies()
         buckets = self._fill_buckets(vocabularies, total)
-        ids = _in_parts(self.database.batches("SELECT user_id FROM users ORDER BY number", _BATCH))
-        next(ids)
-        done = 0
+        ids, done = self.database.table("SELECT user_id FROM users ORDER BY number")["user_id"], 0
         for users in buckets.sorted():
-            self.writer.write_users(ids.send(len(users.lengths)), users.lengths, users.events)
+            self.writer.write_users(ids.slice(users.first, len(users.lengths)), users.lengths, users.events)
             done += users.events.num_rows
             self.progress("sorting and writing", done, total)
         return self.writer.finish(items, skipped, frozenset(vocabularies))
@@ -270,17 +268,6 @@ def _narrow(column: str, least: int, most: int) -> tuple[str, int]:
     if most - least < 2**32:
         return f"CAST({column} - {least} AS UINTEGER)", least
     return column, 0
-
-
-def _in_parts(batches: Iterable[pa.RecordBatch]) -> Generator[pa.Array, int, None]:
-    """The first column of all batches in parts: send a length, get the next part of that length."""
-    held: pa.Array | None = None
-    size = yield pa.array([])
-    for batch in batches:
-        held = batch.column(0) if held is None else pa.concat_arrays([held, batch.column(0)])
-        while len(held) >= size:
-            part, held = held.slice(0, size), held.slice(size)
-            size = yield part
 
 
 def prepare_synthetic(config: SyntheticConfig, output: str | Path, progress: Progress | None = None) -> DatasetInfo:

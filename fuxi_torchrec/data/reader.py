@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from fuxi_torchrec.data.dataset import ITEM, TARGET, TIME, USER, Dataset
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.filesystem import resolve
-from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.events.histories import Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
@@ -93,8 +93,7 @@ class Reader:
         """Events of each user, from one column alone."""
         parts = [np.zeros(0, np.int64)]
         for number in range(len(self.groups)):
-            (column,) = self._columns(number, [TIME])
-            parts.append(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64))
+            parts.append(np.maximum(_lengths(self._columns(number, [TIME])[TIME]), 0))
         return np.concatenate(parts)
 
     def block_bytes(self) -> Ints:
@@ -131,7 +130,7 @@ class Reader:
         type_ = self._file(0).schema_arrow.field(USER).type if self.groups else pa.int64()
         parts = [pa.array([], type_)]
         for number, rows, _ in self.by_block(users):
-            (ids,) = self._columns(number, [USER])
+            ids = self._columns(number, [USER])[USER]
             parts.append(ids.take(pa.array(rows)).cast(type_))
         return pa.concat_arrays(parts)
 
@@ -152,7 +151,7 @@ class Reader:
                 raise DataError(f"{path}: not a readable Parquet file, perhaps cut short: {error}") from None
         return self._files[number]
 
-    def _columns(self, number: int, names: Sequence[str]) -> list[pa.Array]:
+    def _columns(self, number: int, names: Sequence[str]) -> dict[str, pa.Array]:
         number, group = self.groups[number]
         path, file = self.dataset.file(self.dataset.info.files[number].name), self._file(number)
         present = file.schema_arrow.names
@@ -163,22 +162,19 @@ class Reader:
             table = file.read_row_group(group, columns=list(names))
         except Exception as error:
             raise DataError(f"{path}: row group {group} cannot be read: {error}") from None
-        return [table[name].combine_chunks() for name in names]
+        return {name: table[name].combine_chunks() for name in names}
 
     def _read(self, number: int) -> RowGroup:
         names = [ITEM, TIME, *([TARGET] if self.dataset.info.has_target else []), *self.features]
-        columns = dict(zip(names, self._columns(number, names), strict=True))
-        columns = self._without_bad_rows(columns, number)
-        weights = _values(columns[TARGET]).astype(np.float32) if TARGET in columns else None
-        features = {name: _feature(columns[name].flatten()) for name in self.features}
-        items, times = _values(columns[ITEM]).astype(np.int64), _values(columns[TIME]).astype(np.int64)
-        return RowGroup(_offsets(columns[ITEM]), items, times, features, weights)
+        columns = self._without_bad_rows(self._columns(number, names), number)
+        weights = columns[TARGET].flatten().to_numpy().astype(np.float32) if TARGET in columns else None
+        features = [feature for feature in self.dataset.info.features if feature.name in self.features]
+        found = Histories.from_arrow(pa.table(columns), features, self.dataset.path)
+        return RowGroup(found.offsets, found.items, found.times, found.features, weights)
 
     def _without_bad_rows(self, columns: dict[str, pa.Array], number: int) -> dict[str, pa.Array]:
         """Check every user; a bad one is an error, or is emptied."""
-        lengths = [
-            pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False) for column in columns.values()
-        ]
+        lengths = [_lengths(column) for column in columns.values()]
         least, largest = int(self.dataset.info.log.rare_items == "drop"), self.dataset.info.items
         reasons = {  # the first that holds is told
             "a list is null": np.any([length < 0 for length in lengths], axis=0),
@@ -209,43 +205,23 @@ class Reader:
         return {name: _emptied(column, bad) for name, column in columns.items()}
 
 
-def _offsets(column: pa.Array) -> Ints:
-    offsets: Ints = column.offsets.to_numpy().astype(np.int64)
-    return offsets - offsets[0]
-
-
-def _values(column: pa.Array) -> NDArray[Any]:
-    values: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=False)
-    return values
-
-
-def _feature(events: pa.Array) -> Column:
-    """Values of a feature: one of each event, or a list of each."""
-    if pa.types.is_list(events.type):
-        return Ragged(_values(events).astype(np.int64), _offsets(events))
-    values: Ints = events.to_numpy(zero_copy_only=False).astype(np.int64)
-    return values
-
-
-def _rows(column: pa.Array) -> Ints:
-    """The row of each value of a list column."""
-    return pc.list_parent_indices(column).to_numpy().astype(np.int64)
+def _lengths(column: pa.Array) -> Ints:
+    """Of each list, −1 for null."""
+    return pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _holding(column: pa.Array, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Rows of a list column that hold a marked value."""
     found = np.zeros(len(column), dtype=bool)
     if marked.any():
-        found[_rows(column)[marked]] = True
+        found[pc.list_parent_indices(column).to_numpy()[marked]] = True
     return found
 
 
 def _with_null(column: pa.Array) -> NDArray[np.bool_]:
     """Rows with an event that is null or holds a null."""
     values = column.flatten()
-    marked = np.zeros(len(values), dtype=bool)
-    if values.null_count:
-        marked = values.is_null().to_numpy(zero_copy_only=False)
+    marked = values.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_list(values.type):
         marked = marked | _with_null(values)
     return _holding(column, marked)
@@ -262,12 +238,10 @@ def _outside(column: pa.Array, least: int, most: int | None) -> NDArray[np.bool_
 
 def _unsorted(column: pa.Array) -> NDArray[np.bool_]:
     values = pc.fill_null(column.flatten(), 0).to_numpy(zero_copy_only=False)
-    found = np.zeros(len(column), dtype=bool)
-    falls = np.flatnonzero(values[1:] < values[:-1])
-    if len(falls):
-        rows = _rows(column)
-        found[rows[falls][rows[falls] == rows[falls + 1]]] = True
-    return found
+    falls = np.zeros(len(values) + 1, dtype=bool)
+    falls[1:-1] = values[1:] < values[:-1]
+    falls[bounds_of(np.maximum(_lengths(column), 0))] = False  # where users begin
+    return _holding(column, falls[:-1])
 
 
 def _emptied(column: pa.Array, rows: NDArray[np.bool_]) -> pa.Array:

@@ -13,12 +13,13 @@ import numpy as np
 
 from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.histories import Ints, bounds_of
+from fuxi_torchrec.schema import Record
 
 Truncation = Literal["recent", "windows"]
 
 
 @dataclass(frozen=True)
-class Position:
+class Position(Record):
     """Where training stands: the next step of an epoch."""
 
     epoch: int = 0
@@ -124,13 +125,10 @@ class Schedule:
         # streams are ranges of sequences with about equal charge, cut between users
         total = bounds_of(cost)
         wanted = total[-1] * np.arange(plan.num_streams + 1) / plan.num_streams
-        edges = np.searchsorted(total, wanted)
-        edges[0], edges[-1] = 0, len(cost)
-        edges = np.maximum.accumulate(edges)
-        for number in range(1, plan.num_streams):  # a user's windows stay in one stream
-            while 0 < edges[number] < len(cost) and user[edges[number]] == user[edges[number] - 1]:
-                edges[number] += 1
-        self._edges = np.maximum.accumulate(edges)
+        edges = np.minimum(np.searchsorted(total, wanted), len(cost))
+        edges[-1] = len(cost)
+        begins = np.append(np.flatnonzero(np.diff(user, prepend=-1)), len(cost))
+        self._edges = begins[np.searchsorted(begins, edges)]  # a user's windows stay in one stream
         self._kept: dict[int, list[tuple[Ints, Ints]]] = {}
         self._steps: dict[int, int] = {}  # asked for after every step, also of other epochs
 

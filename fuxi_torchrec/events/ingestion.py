@@ -127,7 +127,7 @@ class Ingestion:
         Args:
             more: reasons of the caller's own, with their conditions on columns of ``log``.
         """
-        conditions = {
+        conditions = {  # the first four are told by Parquet's metadata
             "user is null": "user_id IS NULL",
             "item is null": "item_id IS NULL",
             "time is null": "timestamp IS NULL",
@@ -136,6 +136,11 @@ class Ingestion:
         if self.spec.target:
             bad = "target IS NULL OR target < 0 OR NOT isfinite(target)"
             conditions["target weight is null, negative or not finite"] = bad
+        for name in self.spec.features:
+            kind, column = self.spec.columns[name], quote(FEATURE + name)
+            if kind != "VARCHAR":
+                value = f"list_min({column})" if kind.endswith("[]") else column
+                conditions[f"feature {name} is negative"] = f"coalesce({value}, 0) < 0"
         conditions |= more or {}
         every = " OR ".join(f"({condition})" for condition in conditions.values())
         # Parquet answers this from its metadata
@@ -143,7 +148,7 @@ class Ingestion:
             "SELECT count(*), count(user_id), count(item_id), count(timestamp), min(timestamp), max(timestamp) FROM log"
         )
         skipped = {}
-        if self.spec.target or more or min(numbers) < rows or (self.first is not None and self.first < 0):
+        if len(conditions) > 4 or min(numbers) < rows or (self.first is not None and self.first < 0):
             bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
             found = zip(conditions, self.database.row(f"SELECT {bad} FROM log"), strict=True)
             skipped = {reason: int(count) for reason, count in found if count}
@@ -157,7 +162,6 @@ class Ingestion:
                     "with --on-bad-rows skip"
                 )
             logger.warning("bad rows left out: %s", lines)
-        self._check_features()
         return skipped
 
     def _first_bad_rows(self, every: str, conditions: dict[str, str]) -> str:
@@ -174,10 +178,3 @@ class Ingestion:
             f"JOIN ({firsts}) USING (source_file) ORDER BY n"
         )
         return "First: " + "; ".join(f"{name} row {row}: {reason}" for name, row, reason in rows)
-
-    def _check_features(self) -> None:
-        for name in self.spec.features:
-            kind, column = self.spec.columns[name], quote(FEATURE + name)
-            value = f"list_min({column})" if kind.endswith("[]") else column
-            if kind != "VARCHAR" and self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
-                raise DataError(f"feature column {name} has negative values: they must be 0 or more")

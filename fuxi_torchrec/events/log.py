@@ -12,6 +12,7 @@ import duckdb
 
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.times import TimeUnit
+from fuxi_torchrec.schema import Record
 
 # DuckDB's types that fit into 64 bits, signed
 INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
@@ -67,7 +68,7 @@ def columns_of(expression: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class LogSpec:
+class LogSpec(Record):
     """How a log is read.
 
     Attributes:

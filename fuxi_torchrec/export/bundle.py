@@ -23,7 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fuxi_torchrec.artifacts import crc32_of, write_atomically
+from fuxi_torchrec.artifacts import crc32_of, sync, write_atomically
 from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.encoders.norms import unit_length
 from fuxi_torchrec.encoders.registry import config_from, make_encoder
@@ -31,6 +31,7 @@ from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
+from fuxi_torchrec.schema import Record, read_json
 
 VERSION = 2
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
@@ -44,7 +45,7 @@ class ExportError(FuxiError, ValueError):
 
 
 @dataclass(frozen=True)
-class FileEntry:
+class FileEntry(Record):
     """A file as the manifest lists it."""
 
     size: int
@@ -52,7 +53,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Record):
     """What ``manifest.json`` says.
 
     Attributes:
@@ -104,21 +105,6 @@ class Manifest:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
 
-    @staticmethod
-    def from_json(text: str, path: Path) -> "Manifest":
-        try:
-            plain = json.loads(text)
-            if plain["version"] != VERSION:
-                raise ExportError(
-                    f"{path}: export of version {plain['version']}, this software reads version {VERSION}: export again"
-                )
-            plain["log"] = LogSpec.from_dict(plain["log"])
-            plain["features"] = tuple(Feature(**feature) for feature in plain["features"])
-            plain["files"] = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
-            return Manifest(**plain)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ExportError(f"{path}: not a readable manifest: {error!r}") from None
-
 
 @dataclass(frozen=True)
 class Bundle:
@@ -138,7 +124,7 @@ class Bundle:
                 f"{path}: no export here: {MANIFEST} is missing or cannot be read. It is written last, so an "
                 "unfinished export has none: export again"
             ) from None
-        manifest = Manifest.from_json(text, path / MANIFEST)
+        manifest = read_json(Manifest, text, path / MANIFEST, ExportError, "export again", version=("version", VERSION))
         for name, entry in manifest.files.items():
             _check_file(path / name, entry, contents=verify == "checksums")
         return Bundle(path, manifest)
@@ -186,7 +172,9 @@ def _check_file(path: Path, entry: FileEntry, contents: bool) -> None:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Reads the file once."""
+    """A file that was written and is on disk now; reads it once."""
+    sync(path)
+    sync(path.parent)
     return FileEntry(path.stat().st_size, crc32_of(path))
 
 

@@ -11,11 +11,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import ExportError
 
 Vectors = NDArray[np.float32]
-Ints = NDArray[np.int64]
 
 NEAREST = 100  # recall of so many
 _LINKS, _BUILD_EFFORT, _SEARCH_EFFORT = 32, 40, 256  # HNSW's M, efConstruction, efSearch
@@ -85,14 +84,13 @@ def tuned(index: Any, about: dict[str, Any], queries: Vectors, exact: Vectors, p
 
 
 def write(index: Any, path: Path) -> None:
-    """To a file that is on disk when this returns."""
+    """To a file."""
     import faiss
 
     try:
         faiss.write_index(index, str(path))
     except RuntimeError as error:
         raise ExportError(f"{path}: the index cannot be written: {error}") from None
-    sync(path)
 
 
 def sample_queries(users: Sequence[Path], count: int, dim: int) -> Vectors:

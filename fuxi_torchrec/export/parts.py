@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Histories, Ints
@@ -92,7 +91,6 @@ def write_users(path: Path, users: Users) -> None:
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(users.embedding.reshape(-1)), width)
     columns = {USER: users.ids, EMBEDDING: embedding, **{name: pa.array(getattr(users, name)) for name in NUMBERS}}
     pq.write_table(pa.table(columns), path)
-    sync(path)
 
 
 def read_histories(path: Path, users: pa.Array, features: Sequence[Feature]) -> Histories:
@@ -122,7 +120,6 @@ def write_histories(path: Path, users: pa.Array, histories: Histories) -> None:
             writer.write_table(table.slice(begin, end - begin), row_group_size=max(1, end - begin))
         if len(firsts) == 1:
             writer.write_table(table)
-    sync(path)
 
 
 def _plain_lists(column: pa.Array) -> pa.Array | pa.ChunkedArray:

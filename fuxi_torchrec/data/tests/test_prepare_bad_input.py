@@ -134,7 +134,7 @@ def test_mistakes_in_sql_and_targets(log, tmp_path):
     )
     refused(
         tmp_path,
-        "feature column weight has negative values",
+        "rows: feature weight is negative. First: ",
         write(tmp_path / "n.csv", ["1,a,5,x,-1"]),
         event_features=["weight"],
     )

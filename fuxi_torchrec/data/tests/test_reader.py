@@ -130,9 +130,9 @@ def test_descriptions_that_cannot_be_used(dataset):
     path = dataset.file("dataset.json")
     plain = json.loads(dataset.info.to_json())
     for text, message in (
-        (json.dumps({**plain, "version": 9}), "dataset of version 9, this software reads version 2: prepare it again"),
-        ("{}", "not a dataset description"),
-        ("half a f", "not a dataset description"),
+        (json.dumps({**plain, "version": 9}), "version 9, this software reads version 2; prepare the dataset again"),
+        ("{}", "no 'version' in it; prepare the dataset again"),
+        ("half a f", "not readable as JSON"),
     ):
         with open(path, "w") as file:
             file.write(text)

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from fuxi_torchrec import __version__
+from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import ExportError
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving import requests
@@ -82,7 +83,7 @@ def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed:
 
     post("/recommend", service.recommend, models.recommend, models.recommendations)
     post("/recommend-history", service.recommend_history, models.recommend_history, models.recommendations)
-    post("/append", service.append, models.append, bodies.Appended)
+    post("/append", service.append, models.append, requests.Appended)
     post("/forget", service.forget, models.forget, bodies.Forgotten)
     app.get("/health", responses=_problems(503))(service.health)
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
@@ -130,32 +131,32 @@ class Service:
         self.recommender.close()
         logger.info("everything acknowledged is on disk; stopped")
 
-    async def recommend(self, body: bodies.Recommend) -> Response:
-        request = body.request(body.user_id, self._unit)
+    async def recommend(self, body: Any) -> Response:
+        request = self._request(body, body.user_id)
         self.recommender.check(request)
         answer = await asyncio.wrap_future(self._recommending.submit(request))
         if not answer.known:
             self.metrics.unknown.inc()
         return JSONResponse(answer.to_dict())
 
-    async def recommend_history(self, body: bodies.RecommendHistory) -> Response:
-        events = sorted((past.event() for past in body.events), key=lambda event: event.timestamp)
-        request = body.request("", self._unit)
+    async def recommend_history(self, body: Any) -> Response:
+        events = sorted((_event(past) for past in body.events), key=lambda event: event.timestamp)
         select = any(event.columns for event in events)
+        request = self._request(body, "")
         answer = await self._in_thread(len(events), self.recommender.answer_history, events, request, select)
         return JSONResponse(answer.to_dict())
 
-    async def append(self, body: bodies.Append) -> bodies.Appended:
-        events = [new.event(new.user_id) for new in body.events]
+    async def append(self, body: Any) -> requests.Appended:
+        events = [_event(new, new.user_id) for new in body.events]
         filtering = bool(self.recommender.manifest.log.where)
         kept = await self._in_thread(len(events), self._selected, events) if filtering else self._selected(events)
         done = await asyncio.wrap_future(self._appending.submit(kept))
         done = replace(done, filtered=len(events) - len(kept))
         for outcome, count in vars(done).items():
             self.metrics.events.labels(outcome.removesuffix("s")).inc(count)
-        return bodies.Appended(**vars(done))
+        return done
 
-    async def forget(self, body: bodies.Forget) -> bodies.Forgotten:
+    async def forget(self, body: Any) -> bodies.Forgotten:
         count = await self._in_thread(len(body.user_ids), self.recommender.forget, body.user_ids)
         self.metrics.forgotten.inc(count)
         return bodies.Forgotten(forgotten=count)
@@ -171,6 +172,10 @@ class Service:
     async def prometheus(self) -> Response:
         """ServiceMetrics in Prometheus' text format."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _request(self, body: Any, user_id: requests.UserId) -> requests.Request:
+        time = body.time if body.time is not None else now(self._unit)
+        return requests.Request(user_id, time, body.k, body.exclude_seen)
 
     def _selected(self, events: list[requests.Event]) -> list[requests.Event]:
         try:
@@ -188,6 +193,11 @@ class Service:
             return await asyncio.to_thread(work, *given)
         finally:
             self._in_threads, self._held = self._in_threads - 1, self._held - cost
+
+
+def _event(given: Any, user_id: requests.UserId = "") -> requests.Event:
+    features = given.features and given.features.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
+    return requests.Event(user_id, given.item_id, given.timestamp, features, given.columns)
 
 
 def _answer_problems(app: FastAPI) -> None:

@@ -818,7 +818,7 @@ def change_manifest(path, files=None, **changes):
 
 def test_an_export_of_another_version(export):
     change_manifest(export, version=1)
-    with pytest.raises(ExportError, match="export of version 1, this software reads version 2"):
+    with pytest.raises(ExportError, match="version 1, this software reads version 2; export again"):
         Recommender.load(export)
 
 
