@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from benchmarks.fuzz import mutations, outcomes
 from benchmarks.fuzz.mutations import Mutation
@@ -13,6 +13,23 @@ from benchmarks.fuzz.outcomes import Outcome
 
 Span = Callable[[bytes], tuple[int, int]]
 _STRUCTURED = 0.6  # share of the cases of JSON and YAML that edit keys and values, not bytes
+
+
+class Fuzzed(Protocol):
+    """What is damaged: a kind of files, or of requests."""
+
+    @property
+    def name(self) -> str:
+        """As the command line and the table call it."""
+
+    def answers(self, fixtures: Path, place: Path) -> Any:
+        """Of the untouched original; ``place`` is a directory that does not exist yet."""
+
+    def draw(self, fixtures: Path, random: Random) -> tuple[str, Mutation]:
+        """What is damaged, and how: a function of ``random`` and the fixtures."""
+
+    def run(self, fixtures: Path, place: Path, random: Random, wanted: Any) -> Outcome:
+        """Do what was drawn to a copy at ``place``, read everything, and say how that ended."""
 
 
 @dataclass(frozen=True)

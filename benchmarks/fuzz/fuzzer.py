@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.fuzz import data_formats, export_formats, fixtures, http_formats, training_formats
-from benchmarks.fuzz.formats import Format
-from benchmarks.fuzz.http_formats import HttpFormat
+from benchmarks.fuzz import data_formats, export_formats, fixtures, forged_formats, http_formats, training_formats
+from benchmarks.fuzz.formats import Fuzzed
 from benchmarks.fuzz.outcomes import GOOD, Outcome, difference
 from benchmarks.fuzz.pool import Broken, Case, Work, run
 
-_MODULES = (data_formats, training_formats, export_formats, http_formats)
-FORMATS: dict[str, Format | HttpFormat] = {each.name: each for module in _MODULES for each in module.FORMATS}
+_MODULES = (data_formats, training_formats, forged_formats, export_formats, http_formats)
+FORMATS: dict[str, Fuzzed] = {each.name: each for module in _MODULES for each in module.FORMATS}
 _PROGRESS = 15.0  # seconds between lines
 
 

@@ -15,7 +15,7 @@ from benchmarks.fuzz.mutations import Mutation
 from benchmarks.fuzz.outcomes import CORRECT, REFUSED, SILENT, UNCLEAR, Outcome, difference
 from fuxi_torchrec import Recommender
 
-TOKEN = "a token of letters"
+TOKEN = "token-of-letters"
 PATIENCE = 5.0  # seconds until a service that does not answer is told that nothing more comes
 FEATURES = {"action": "buy", "surface": 2, "tags": [1, 2]}
 SINCE = 1_000_000  # of requests, after the export
