@@ -18,7 +18,7 @@ ALLOWED = {
     "artifacts": {"errors"},
     "distributed": set(),
     "options": set(),
-    "processes": set(),
+    "processes": {"artifacts"},
     "schema": set(),
     "strict_yaml": {"schema"},
     "worker_group": set(),

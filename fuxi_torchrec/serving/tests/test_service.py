@@ -1,7 +1,6 @@
 """The service: what it answers, what it refuses, and how it works on many requests at once."""
 
 import asyncio
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.http.service import create_app
 from fuxi_torchrec.serving.options import Limits
 from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.tests.disks import failing_commits
 from fuxi_torchrec.serving.tests.random_export import DAY, DemoExport, write_demo_export
 
 DEMO = DemoExport(items=30, users=10)
@@ -163,13 +163,9 @@ def test_the_command_bounds_connections_and_events(export, tmp_path, monkeypatch
     assert ran == [1024, 5]
 
 
-def test_a_disk_that_failed_is_bad_health(client, monkeypatch):
-    def fail(_file):
-        raise OSError(5, "Input/output error")
-
+def test_a_disk_that_failed_is_bad_health(client, recommender):
     event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", fail)
+    with failing_commits(recommender, "SQLITE_IOERR_FSYNC"):
         assert client.post("/append", json={"events": [event]}).status_code == 503
     health = client.get("/health")
     assert health.status_code == 503 and "nothing can be appended until a restart" in health.json()["detail"]
@@ -208,14 +204,10 @@ def test_metrics_tell_what_happened(client):
         assert line in text, line
 
 
-def test_a_disk_that_fails_is_said(client, recommender, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("fuxi_torchrec.serving.append_log.os.pwrite", full)
+def test_a_disk_that_is_full_is_said(client, recommender):
     event = {"user_id": 1, "item_id": 1001, "timestamp": as_of(client) + DAY}
-    assert client.post("/append", json={"events": [event]}).status_code == 503
-    monkeypatch.undo()
+    with failing_commits(recommender, "SQLITE_FULL"):
+        assert client.post("/append", json={"events": [event]}).status_code == 503
     assert client.post("/append", json={"events": [event]}).json()["accepted"] == 1
 
 
