@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
 from fuxi_torchrec.events.sources import Source
-from fuxi_torchrec.events.times import DAY, PER_SECOND, YEAR, show_time
+from fuxi_torchrec.events.times import DAY, PER_SECOND, now, show_time
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.options import option
 
@@ -37,6 +36,7 @@ class PrepareOptions:
     memory_limit: str = option("4GB", "of DuckDB and of sorting, half each; what does not fit spills to disk")
     threads: int = option(2, "of DuckDB")
     on_bad_rows: OnBadRows = option("error", "name the first bad rows, or count and leave them out")
+    accept_times: bool = option(False, "take times as they are, also if they look like those of another unit")
     extend: str | None = option(None, "an earlier dataset whose item indices are kept", metavar="PREV")
 
 
@@ -61,7 +61,7 @@ class _Preparation:
         self, database: Database, source: Source, options: PrepareOptions, writer: DatasetWriter, progress: Progress
     ) -> None:
         self.database, self.source, self.writer = database, source, writer
-        self.progress, self.log = progress, source.log
+        self.progress, self.log, self.options = progress, source.log, options
         self.extended = None if options.extend is None else Dataset.open(options.extend)
 
     def run(self) -> DatasetInfo:
@@ -71,9 +71,11 @@ class _Preparation:
         if self.extended is not None and self.extended.info.time_unit != self.log.time_unit:
             theirs, ours = self.extended.info.time_unit, self.log.time_unit
             raise DataError(f"{self.extended.path} has times in {theirs!r}, this source in {ours!r}")
+        if not self.options.accept_times:
+            log.check_unit()
         skipped = log.check_rows()
-        self._warn_about_unit(log.first, log.last)
         self.times = (log.first or 0, log.last or 0)
+        self._warn_about_future(self.times[1])
         self._filter()
         total = self._count()
         often = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
@@ -124,20 +126,9 @@ class _Preparation:
             raise DataError(f"{name}: every item is rare: none has {self.log.min_item_events} events")
         return int(total)
 
-    def _warn_about_unit(self, first: int | None, last: int | None) -> None:
-        """Years before 1990 or after 2100 mean, most likely, another unit."""
+    def _warn_about_future(self, last: int) -> None:
         unit = self.log.time_unit
-        if first is None or last is None:
-            return
-        for value in (first, last):
-            year = 1970 + value / PER_SECOND[unit] / YEAR
-            if not 1990 <= year <= 2100:
-                logger.warning(
-                    "times look wrong for the unit %r: %d would be in the year %.0f; is the unit another one?",
-                    *(unit, value, year),
-                )
-                return
-        if last > (time.time() + DAY) * PER_SECOND[unit]:
+        if last > now(unit) + DAY * PER_SECOND[unit]:
             logger.warning(
                 "the last event, at %s, is in the future: a placeholder, or a clock that goes wrong? Users would be "
                 "queried at that time by default: leave such rows out with --where",
