@@ -130,7 +130,7 @@ def test_checkpoints_that_cannot_be_used_are_refused(workers, trained, tmp_path)
     description = run / "checkpoints" / "step-000000002" / "checkpoint.json"
     about = json.loads(description.read_text())
     description.write_text(json.dumps({**about, "format": 99}))
-    refused(workers, run, "format 99, this software reads 2")
+    refused(workers, run, "format 99, this software reads format 2")
     about["identity"]["encoder"] = "7"
     description.write_text(json.dumps(about))
     refused(workers, run, "another version of this software")

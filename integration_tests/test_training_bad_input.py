@@ -354,12 +354,12 @@ def remove_description(checkpoint):
 
 def cut_description(checkpoint):
     os.truncate(checkpoint / "checkpoint.json", 100)
-    return "checkpoint.json: not a readable checkpoint description"
+    return "checkpoint.json: not readable as JSON"
 
 
 def garble_description(checkpoint):
     (checkpoint / "checkpoint.json").write_bytes(b"\xff\xfe{}")
-    return "checkpoint.json: not a readable checkpoint description"
+    return "checkpoint.json: not readable as JSON"
 
 
 def newer_format(checkpoint):

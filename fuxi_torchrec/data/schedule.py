@@ -13,13 +13,14 @@ import numpy as np
 
 from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.histories import Ints, bounds_of
+from fuxi_torchrec.schema import Record
 
 _MOST, _MOST_STREAMS = 2**40, 2**16  # each stream costs time in every step, and memory
 Truncation = Literal["recent", "windows"]
 
 
 @dataclass(frozen=True)
-class Position:
+class Position(Record):
     """Where training stands: the next step of an epoch."""
 
     epoch: int = 0

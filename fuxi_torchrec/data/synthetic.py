@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.hashing import GOLDEN, Bits, scramble
-from fuxi_torchrec.options import check_least, option
+from fuxi_torchrec.options import check_bounds, option
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -67,7 +67,7 @@ class SyntheticConfig:
     new_visit: float = option(0.4, "probability that an event begins a visit", least=1e-3)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)
         if self.items % self.groups:
             raise ValueError(f"items = {self.items} is not a multiple of groups = {self.groups}")
         if self.window > self.items // self.groups:

@@ -27,7 +27,8 @@ class Ingestion:
     Args:
         database: where.
         source: the log. Types of columns that its spec names are those that the log gets.
-        keep: read the files once and keep the rows in the database; else Parquet is read again by each query.
+        keep: read the files once and keep the rows in the database; else Parquet is read again by each query. The
+            spec may then be somebody else's: what it says is done to these rows, where no file can be read or written.
 
     Attributes:
         spec: the source's, with the types found.
@@ -43,6 +44,12 @@ class Ingestion:
         missing = [name for name in source.log.needed() if name not in found]
         if missing:
             raise DataError(f"{self._name}: no column {', '.join(missing)}; the columns are {', '.join(found)}")
+        if keep:
+            read = {*source.log.read(), *source.log.columns}
+            names = [*(quote(name) for name in found if name in read), FILE, *([ROW] if self._numbered else [])]
+            database.rows(f"CREATE TABLE kept AS SELECT {', '.join(names)} FROM {source.reader}")
+            database.rows("SET enable_external_access = false")
+            self.source = source = replace(source, reader="kept")
         reader, types = self._typed(found)
         self.spec = replace(source.log, columns=types)
         self.first: int | None = None

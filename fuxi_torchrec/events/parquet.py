@@ -9,6 +9,7 @@ The pieces are all that comes before, from the first byte on: page headers and p
 """
 
 import io
+import itertools
 import os
 import struct
 import zlib
@@ -105,6 +106,20 @@ def write_table(path: str | Path, table: pa.Table, **options: Any) -> None:
         writer.write(table)
 
 
+def checksum(path: str | Path, everything: bool = False) -> int:
+    """The checksum of a file of :class:`Writer` that covers all others; with ``everything`` each of them is compared
+    with its piece.
+    """
+    filesystem, inside = resolve(path)
+    try:
+        source = _Source(path, filesystem.open_input_file(inside))
+        if everything:
+            source.check()
+        return source.crc32
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}") from None
+
+
 def open_file(path: str | Path, crc32: int | None = None) -> pq.ParquetFile:
     """A file of :class:`Writer`, each part of which is checked when it is read.
 
@@ -173,6 +188,11 @@ class _Source(io.RawIOBase):
 
     def _damaged(self) -> DataError:
         return DataError(f"{self._path}: damaged, cut short, or not written by this software: make it again")
+
+    def check(self) -> None:
+        for begin, end in itertools.pairwise(self._edges.tolist()):
+            self.seek(begin)
+            self.read(end - begin)
 
     def readable(self) -> bool:
         return True

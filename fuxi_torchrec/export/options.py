@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fuxi_torchrec.options import check_least, option
+from fuxi_torchrec.options import check_bounds, option
 
 
 @dataclass(frozen=True)
@@ -29,4 +29,4 @@ class ExportOptions:
     recall_users: int = 500
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import lock, replace_file, write_atomically
 from fuxi_torchrec.config import Config, differences, load_config
+from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
@@ -26,7 +27,7 @@ PEAKS = ("peak_memory_mb", "longest_pause_of_a_save")  # of the summary
 PREEMPTED = "preempted"  # a file: the job was preempted, and saved
 
 
-class RunError(RuntimeError):
+class RunError(FuxiError, RuntimeError):
     """A run directory that cannot be used as asked."""
 
 
