@@ -50,6 +50,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         events.add_argument(f"--{name}-column", required=True)
     events.add_argument("--time-unit", required=True, choices=TIME_UNITS)
     events.add_argument("--event-features", type=_names, default=(), metavar="A,B", help="kept as features")
+    events.add_argument(
+        "--split-features",
+        type=_delimiters,
+        metavar="A=|",
+        help="features of text with several values in one, and what stands between them; several: A=|,B=;",
+    )
     events.add_argument("--target-expression", metavar="SQL", help="the event's weight as a target; 0 is context only")
     events.add_argument("--where", metavar="SQL", help="keep only such events")
     events.add_argument("--min-user-events", type=int, default=1)
@@ -76,6 +82,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def _delimiters(text: str) -> dict[str, str]:
+    found = dict(part.split("=", 1) for part in text.split(",") if "=" in part[1:])
+    if len(found) != len(text.split(",")) or not all(found.values()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form A=| or A=|,B=;")
+    return found
 
 
 def make_source(args: argparse.Namespace, scratch: str) -> Source:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
@@ -15,6 +16,7 @@ from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.histories import bounds_of
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
 from fuxi_torchrec.events.sources import Source
@@ -167,17 +169,18 @@ class _Preparation:
         coded = []
         previous = {} if self.extended is None else {s.name: s for s in self.extended.info.features}
         for name in self.log.features:
-            column, kind, before = quote(FEATURE + name), self.log.columns[name], previous.get(name)
+            column, before = quote(FEATURE + name), previous.get(name)
+            value = f"unnest({column})" if self.log.is_list(name) else column
             if before is not None:
                 self.writer.reserve(name, before.rows)  # models have rows for them
-                if self.extended is not None and before.vocabulary != (kind == "VARCHAR"):
+                if self.extended is not None and before.vocabulary != self.log.is_text(name):
                     was, now = ("text", "integers") if before.vocabulary else ("integers", "text")
                     raise DataError(f"feature column {name} was {was} in {self.extended.path}, here it is {now}")
-            if kind != "VARCHAR":
-                value = f"unnest({column})" if kind.endswith("[]") else column
+            if not self.log.is_text(name):
                 self._check_dense(name, value, before.rows if before else 0)
                 continue
-            counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
+            values = f"SELECT {value} AS value FROM events"
+            counts = f"SELECT value, count(*) AS count FROM ({values}) WHERE value IS NOT NULL GROUP BY 1"
             size = self._vocabulary(f"feature-{name}.parquet", quote("feature_table_" + name), "value", counts)
             self.writer.reserve(name, size + 1)
             coded.append(name)
@@ -221,7 +224,7 @@ class _Preparation:
         joins = f"{'LEFT ' * rare}JOIN items USING (item_id) JOIN users ON events.user_id = users.id"
         for name in self.log.features:
             column, table = quote(FEATURE + name), quote("feature_table_" + name)
-            if name in coded:
+            if name in coded and not self.log.is_list(name):
                 columns.append(f"coalesce({table}.index, 0) AS {quote(name)}")
                 joins += f" LEFT JOIN {table} ON {column} = {table}.value"
             else:
@@ -230,7 +233,11 @@ class _Preparation:
         spill = os.path.join(self.database.place, "buckets")
         buckets = BucketSort(lengths, ROW_GROUP_EVENTS, at_once, self.database.budget, spill, first)
         done = 0
+        lists = {name: self._values(name) for name in coded if self.log.is_list(name)}
         for batch in self.database.batches(f"SELECT {', '.join(columns)} FROM events {joins}", _BATCH):
+            for name, values in lists.items():
+                column = batch.schema.get_field_index(name)
+                batch = batch.set_column(column, name, _indices(batch[name], values))
             buckets.add(batch)
             done += batch.num_rows
             self.progress("reading", done, total)
@@ -239,9 +246,15 @@ class _Preparation:
             raise DataError(f"{what}: the log changed, or its metadata lies")
         return buckets
 
+    def _values(self, feature: str) -> pa.Array:
+        """A feature's vocabulary, in the order of its indices."""
+        table = quote("feature_table_" + feature)
+        found = self.database.table(f"SELECT value FROM {table} ORDER BY index")
+        return found["value"].combine_chunks()
+
     def _bucket_events(self, total: int) -> int:
         """How many events are sorted at once: few enough that a bucket is a small part of the memory."""
-        lists = [quote(FEATURE + name) for name in self.log.features if self.log.columns[name].endswith("[]")]
+        lists = [quote(FEATURE + name) for name in self.log.features if self.log.is_list(name)]
         values = [self.database.value(f"SELECT coalesce(sum(len({column})), 0) FROM events") for column in lists]
         each = 8 * (4 + len(self.log.features) + sum(map(int, values)) / total)
         return max(1, min(BUCKET_EVENTS, int(self.database.budget / 16 / each)))
@@ -249,6 +262,12 @@ class _Preparation:
 
 def _kind(type_: pa.DataType) -> str:
     return "text" if pa.types.is_string(type_) or pa.types.is_large_string(type_) else "integer"
+
+
+def _indices(lists: pa.Array, values: pa.Array) -> pa.Array:
+    """Lists of text as lists of indices, from 1."""
+    found = pc.add(pc.index_in(lists.flatten(), value_set=values), 1)
+    return pa.ListArray.from_arrays(bounds_of(pc.list_value_length(lists).to_numpy()).astype(np.int32), found)
 
 
 def _narrow(column: str, least: int, most: int) -> tuple[str, int]:

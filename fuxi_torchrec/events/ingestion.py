@@ -121,14 +121,21 @@ class Ingestion:
     def _feature(self, name: str) -> str:
         """Values of a feature: text or null, an integer, 0 if it is missing, or a list without nulls."""
         kind, column = self.spec.columns[name], quote(name)
+        if name in self.spec.split:
+            if kind != "VARCHAR":
+                raise DataError(f"{self._name}: feature column {name} is {kind}: only text can be split")
+            values = f"list_transform(string_split({column}, {literal(self.spec.split[name])}), lambda x: trim(x))"
+            return f"coalesce(list_filter({values}, lambda x: x <> ''), [])"
         if kind == "VARCHAR":
             return column
+        if kind == "VARCHAR[]":
+            return f"coalesce(list_filter({column}, lambda x: x IS NOT NULL), [])"
         if kind == "BIGINT":
             return f"CAST(coalesce({column}, 0) AS BIGINT)"
         if kind == "BIGINT[]":
             return f"coalesce(list_filter(CAST({column} AS BIGINT[]), lambda x: x IS NOT NULL), [])"
         raise DataError(
-            f"{self._name}: feature column {name} is {kind}: a feature is text, an integer, or a list of integers"
+            f"{self._name}: feature column {name} is {kind}: a feature is text or an integer, or a list of them"
         )
 
     def check_unit(self) -> None:
@@ -160,9 +167,9 @@ class Ingestion:
             bad = "target IS NULL OR target < 0 OR NOT isfinite(target)"
             conditions["target weight is null, negative or not finite"] = bad
         for name in self.spec.features:
-            kind, column = self.spec.columns[name], quote(FEATURE + name)
-            if kind != "VARCHAR":
-                value = f"list_min({column})" if kind.endswith("[]") else column
+            column = quote(FEATURE + name)
+            if not self.spec.is_text(name):
+                value = f"list_min({column})" if self.spec.is_list(name) else column
                 conditions[f"feature {name} is negative"] = f"coalesce({value}, 0) < 0"
         conditions |= more or {}
         every = " OR ".join(f"({condition})" for condition in conditions.values())
