@@ -342,3 +342,25 @@ def test_what_cannot_be_split_is_named(tmp_path):
     source = events(path, event_features=["user"], split_features={"user": "|"})
     with pytest.raises(DataError, match=r"log\.csv: feature column user is BIGINT: only text can be split"):
         prepare(source, tmp_path / "set")
+
+
+def test_the_command_line_splits_features(tmp_path, capsys):
+    from pipelines.prepare import main
+
+    path = tagged_log(tmp_path / "log.csv")
+    columns = ["--user-column", "user", "--item-column", "item", "--time-column", "time", "--time-unit", "s"]
+    arguments = [
+        "events",
+        "--input",
+        str(path),
+        "--output",
+        str(tmp_path / "set"),
+        *columns,
+        "--event-features",
+        "tags",
+    ]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--split-features", "tags"])
+    assert "'tags' is not a column and a delimiter, A=|" in capsys.readouterr().err
+    assert main([*arguments, "--split-features", "tags=|"]) == 0
+    assert Dataset.open(tmp_path / "set").feature_values("tags").to_pylist() == ["y", "x", "z"]
