@@ -30,12 +30,14 @@ def rows_and_columns(path: str, columns: Collection[str]) -> tuple[int, list[str
         except duckdb.Error as error:
             what = str(error).split("\n")[0]
             raise DataError(f"{path}: not a readable Parquet file, perhaps cut short: {what}") from None
+    length = os.path.getsize(path)
     with open(path, "rb") as file:
         for name, start, size in chunks:
             if name.split(", ")[0] in columns:
-                chunk = os.pread(file.fileno(), size, start)
                 try:
-                    checked = _check(chunk)
+                    if not 0 <= start <= start + size <= length:
+                        raise ValueError("there is no such part")
+                    checked = _check(os.pread(file.fileno(), size, start))
                 except (IndexError, KeyError, ValueError) as error:
                     where = f"column {name}, bytes {start:,} to {start + size:,}"
                     raise DataError(f"{path}: damaged, {where}: {error or 'no page'}; take another copy") from None
