@@ -153,7 +153,7 @@ class RunDirectory:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
