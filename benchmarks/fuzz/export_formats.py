@@ -83,5 +83,6 @@ FORMATS = [
     _files("states", "states/*.bin"),
     _files("index", "index.faiss"),
     _files("programs", "programs/*.pt2", read=run_programs),
-    Format("store", "store", ("events.log",), open_store),
+    Format("store", "store", ("*",), open_store),
+    Format("store-killed", "killed-store", ("*",), open_store),
 ]
