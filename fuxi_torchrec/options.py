@@ -7,7 +7,13 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from fuxi_torchrec.errors import FuxiError
+
 Schema = TypeVar("Schema")
+
+
+class OptionError(FuxiError, ValueError):
+    """A flag whose value is out of bounds."""
 
 
 def option(default: Any, help: str, *, metavar: str | None = None, **bounds: float) -> Any:
@@ -82,7 +88,10 @@ def options_from(namespace: argparse.Namespace, schema: type[Schema]) -> Schema:
     """What the flags of a dataclass were given."""
     fields = dataclasses.fields(schema)  # type: ignore[arg-type]
     given = {field.name: getattr(namespace, field.name) for field in fields if hasattr(namespace, field.name)}
-    return schema(**given)
+    try:
+        return schema(**given)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def _flag(name: str) -> str:

@@ -35,7 +35,7 @@ def check_device(config: Config, world: World) -> None:
     if config.train.precision == "bfloat16" and not (
         world.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     ):
-        raise ValueError(
+        raise TrainingError(
             f"train.precision = bfloat16 needs a CUDA device that computes in it, this is {world.device}: take float32"
         )
 
