@@ -157,7 +157,7 @@ def _judge(
 
 def _says_why(said: bytes, key: str | None) -> bool:
     """Whether an answer is a text that names what it is about."""
-    words = ("body", "token", "HTTP request", "Not Found", "Not Allowed", *([key] if key else []))
+    words = ("body", "token", "Content-Type", "HTTP request", "Not Found", "Not Allowed", *([key] if key else []))
     return any(word in said.decode(errors="replace") for word in words)
 
 
