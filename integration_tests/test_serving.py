@@ -154,7 +154,7 @@ def test_requests_in_flight_finish_at_a_signal_and_the_others_are_bounded(export
     body = json.dumps({"events": [{"user_id": 7, "item_id": 1001, "timestamp": as_of}]})
     head = f"POST /append HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     for how in (signal.SIGTERM, signal.SIGINT):
-        with Service(export, "--stop-seconds", "2") as service, contextlib.ExitStack() as stack:
+        with Service(export, "--stop-seconds", "6") as service, contextlib.ExitStack() as stack:
             half, whole, never = (stack.enter_context(socket.create_connection(service.address, 30)) for _ in range(3))
             half.sendall(b"GET /health HTTP/1.1\r\nHost")
             for connection in (whole, never):

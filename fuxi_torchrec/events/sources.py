@@ -7,7 +7,7 @@ import glob
 import os
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -121,8 +121,12 @@ def events(
     min_user_events: int = 1,
     min_item_events: int = 1,
     rare_items: Literal["drop", "unknown"] = "drop",
+    split_features: Mapping[str, str] | None = None,
 ) -> Source:
     """CSV or Parquet logs with named columns."""
+    missing = [name for name in split_features or {} if name not in event_features]
+    if missing:
+        raise DataError(f"to be split, but no feature: {', '.join(missing)}; name them in --event-features too")
     for name in event_features:
         if not name or "." in name or "/" in name:
             why = "a name with a dot or a slash cannot be that of a table: rename the column"
@@ -133,6 +137,7 @@ def events(
     log = LogSpec(
         *(quote(user_column), quote(item_column), quote(time_column), time_unit, where, target_expression),
         features=tuple(event_features),
+        split=dict(split_features or {}),
         min_user_events=min_user_events,
         min_item_events=min_item_events,
         rare_items=rare_items,

@@ -19,6 +19,25 @@ def last_time(unit: str) -> int:
     return LAST_SECOND * PER_SECOND[unit]
 
 
+def likely_unit(value: int, unit: str) -> str | None:
+    """Another unit, if a time would be of these years in it and is not in its own.
+
+    Example:
+        >>> likely_unit(1_700_000_000_000, "s"), likely_unit(1_700_000_000, "s"), likely_unit(7, "s")
+        ('ms', None, None)
+    """
+
+    def usual(unit: str) -> bool:
+        return 1990 <= year_of(value, unit) <= 2100
+
+    return None if usual(unit) else next((other for other in TIME_UNITS if usual(other)), None)
+
+
+def year_of(value: int, unit: str) -> int:
+    """However far away."""
+    return int(1970 + value / PER_SECOND[unit] / YEAR)
+
+
 def show_time(value: int, unit: str) -> str:
     """A time for people, UTC.
 
@@ -79,14 +98,14 @@ def check_event_time(value: int, as_of: int, unit: str, what: str = "timestamp")
     return value
 
 
-def parse_time(text: str, unit: str) -> int:
-    """A number in the export's unit, or an ISO date or time, which is UTC if it does not say.
+def parse_time(text: str | int, unit: str) -> int:
+    """A number in the unit, or an ISO date or time, which is UTC if it does not say.
 
     Example:
         >>> parse_time("1970-01-02", "ms"), parse_time("1970-01-01T01:00:00+01:00", "s"), parse_time("77", "us")
         (86400000, 0, 77)
     """
-    if text.strip().lstrip("-").isdigit():
+    if isinstance(text, int) or text.strip().lstrip("-").isdigit():
         return int(text)
     try:
         moment = datetime.datetime.fromisoformat(text.strip())

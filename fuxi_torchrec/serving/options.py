@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fuxi_torchrec.export.bundle import Verify
+from fuxi_torchrec.export.options import Verify
 from fuxi_torchrec.options import check_bounds, option
 
 Search = Literal["index", "exact"]

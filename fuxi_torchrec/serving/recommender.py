@@ -11,7 +11,8 @@ import numpy as np
 
 from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import Bundle, Verify
+from fuxi_torchrec.export.bundle import Bundle
+from fuxi_torchrec.export.options import Verify
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, feature_values
 from fuxi_torchrec.serving.encoding import UserModel

@@ -147,7 +147,7 @@ def _features(recommender: Recommender) -> Any:
     for number, feature in enumerate(recommender.manifest.features):
         rows = recommender.feature_rows.get(feature.name)
         kind = Annotated[str, Field(max_length=2048)] if rows is None else _between(0, rows - 1)
-        if rows is not None and feature.multiple:
+        if feature.multiple:
             kind = kind | _LIST[kind]
         fields[f"feature_{number}"] = (kind | None, Field(None, alias=feature.name))
     return _model("Features", None, fields)

@@ -179,7 +179,9 @@ def is_answered(connection):
 def test_a_client_that_takes_too_long_is_dropped(stage, sent, first):
     if first and not sent:
         stage = "idle"
-    limits = {f"{name}_seconds": 0.5 if name == stage else 600 for name in ("header", "body", "idle")}
+    limits = {
+        f"{name}_seconds": (1.5 if first else 0.5) if name == stage else 600 for name in ("header", "body", "idle")
+    }
     with Served(ConnectionLimits(**limits)) as served, served.connect() as connection:
         if first:
             connection.sendall(WHOLE)
