@@ -27,12 +27,7 @@ class Database:
         near: the directory is made in this one; in the system's for temporary files if None.
         memory_limit: for example ``"1GB"``. One half is DuckDB's, ``budget`` the other half, in bytes.
         in_memory: tables are in memory, and in the directory only if they do not fit.
-
-    Attributes:
-        reading: the file that messages name where DuckDB's own name none.
     """
-
-    reading = ""
 
     def __init__(
         self, near: str | None = None, memory_limit: str = "4GB", threads: int = 2, in_memory: bool = False
@@ -97,7 +92,7 @@ class Database:
         self.connection.close()
         shutil.rmtree(self.place, ignore_errors=True)
         if isinstance(error, duckdb.Error):
-            raise DataError(_explained(str(error), self.reading)) from None
+            raise DataError(_without_hints(str(error))) from None
 
 
 def _bytes(text: str) -> int:
@@ -111,13 +106,8 @@ def _bytes(text: str) -> int:
     return int(float(number) * 2 ** powers[unit])
 
 
-def _explained(message: str, reading: str) -> str:
-    """DuckDB's message without its advice on reading options, but with the file it speaks of.
-
-    >>> _explained('Binder Error: no column "weight"', "a.parquet")
-    'a.parquet: Binder Error: no column "weight"'
-    """
+def _without_hints(message: str) -> str:
+    """DuckDB's message without its advice on reading options, but with the file it speaks of."""
     first = message.split("\n\n")[0].strip()
     file = re.search(r"file ?= ?(\S+)", message)
-    name = file[1] if file is not None else reading
-    return first if name in first else f"{name}: {first}"
+    return f"{file[1]}: {first}" if file is not None and file[1] not in first else first

@@ -23,7 +23,7 @@ def rows_and_columns(path: str, columns: Collection[str]) -> tuple[int, list[str
             rows = connection.execute("SELECT num_rows FROM parquet_file_metadata(?)", [path]).fetchall()
             chunks = connection.execute(
                 "SELECT path_in_schema, coalesce(least(dictionary_page_offset, data_page_offset), data_page_offset), "
-                "total_compressed_size FROM parquet_metadata(?)",
+                "total_compressed_size FROM parquet_metadata(?) WHERE num_values > 0",
                 [path],
             ).fetchall()
             names = connection.execute(f"DESCRIBE SELECT * FROM read_parquet({_quoted(path)})").fetchall()
