@@ -111,6 +111,7 @@ def load(
     path = broadcast_from_rank_0("looking for the checkpoint", lambda: find_checkpoint(directory.checkpoints, which))
     info = checkpoints.read_info(path)
     with raise_on_all_ranks("opening the dataset"):
+        directory.check_trained(config, info, path)
         if info.identity.encoder != config.model.identity():
             raise CheckpointError(
                 f"{path}: the checkpoint's encoder is not that of {directory.path}/config.yaml, or was made by another "

@@ -108,6 +108,7 @@ class Run:
         info = self.checkpoints.read_info(latest)
         with raise_on_all_ranks("comparing the checkpoint with the run"):
             self.identity.check(info.identity, latest)
+            self.directory.check_trained(self.config, info, latest)
         self.checkpoints.load(latest, self.model, self.optimizer)
         self.optimizer.set_steps(info.progress.step)
         logger.info("resumed from %s, saved by %d ranks", latest.name, info.world_size)

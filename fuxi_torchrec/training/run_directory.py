@@ -19,6 +19,7 @@ from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.checkpoint.info import Info
 
 logger = get_logger(__name__)
 
@@ -105,6 +106,14 @@ class RunDirectory:
             for d in changed:
                 logger.info("resumed with %s = %r, was %r", d.key, d.new, d.old)
 
+    def check_trained(self, config: Config, info: Info, checkpoint: Path) -> None:
+        """Refuse settings that a checkpoint was not trained with: ``config.yaml`` was changed since."""
+        trained = load_config(None, [f"{section}={json.dumps(value)}" for section, value in info.config.items()])
+        changed = [d for d in differences(trained, config) if not d.operational]
+        if changed:
+            told = "; ".join(f"{d.key} is {d.new!r}, {checkpoint.name} was trained with {d.old!r}" for d in changed)
+            raise RunError(f"{self.path / CONFIG}: {told}: put back what the run was trained with")
+
     def write_config(self, config: Config) -> None:
         write_atomically(self.path / CONFIG, strict_yaml.dump(config))
 
@@ -157,6 +166,6 @@ class RunDirectory:
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue  # cut short when the process was killed
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # cut short when the process was killed, or damaged
         write_atomically(path, "".join(kept))

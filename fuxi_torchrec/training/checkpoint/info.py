@@ -1,7 +1,6 @@
 """Which checkpoints a run has, and what one says of itself: ``checkpoint.json``, and the checksums of its files."""
 
 import json
-import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from fuxi_torchrec.schema import Record, read_json
 
 FORMAT = 2
 INFO = "checkpoint.json"
-LATEST, BEST = "latest", "best"  # files with the name of a checkpoint, and its checksum
+LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
 _DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
 
 
@@ -114,23 +113,11 @@ def named(directory: Path, which: str) -> Path | None:
         return path if (path / INFO).exists() else None
     pointer = directory / which
     if pointer.exists():
-        name = pointer.read_bytes().split(b" ")[0].decode(errors="replace")
-        if pointer.read_bytes() != _pointer(name).encode():
-            raise CheckpointError(f"{pointer}: damaged: remove it, or give the number of a step")
-        path = directory / name
+        path = directory / (pointer.read_text().strip() or "none")
         if path.is_dir():  # complete when it was named: if it no longer is, it is damaged
             return path
     there = complete(directory)
     return there[-1] if which == LATEST and there else None
-
-
-def point(directory: Path, which: str, checkpoint: Path) -> None:
-    """Name a checkpoint ``latest`` or ``best``."""
-    write_atomically(directory / which, _pointer(checkpoint.name))
-
-
-def _pointer(name: str) -> str:
-    return f"{name} {zlib.crc32(name.encode()):08x}\n"
 
 
 def find_checkpoint(directory: Path, which: str | None = None) -> Path:
