@@ -32,7 +32,7 @@ ALLOWED = {
     "embeddings": {"data", "events", "tasks", "config", "distributed", "errors"},
     "training": {
         *("tasks", "embeddings", "data", "events", "encoders"),
-        *("config", "strict_yaml", "logging", "distributed", "artifacts", "errors", "schema"),
+        *("config", "strict_yaml", "logging", "distributed", "artifacts", "errors", "machine", "schema"),
     },
     "evaluation": {
         *("training", "tasks", "embeddings", "data", "events", "encoders"),

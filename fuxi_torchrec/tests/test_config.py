@@ -69,6 +69,23 @@ def test_numbers_that_are_none_are_refused(key, value):
         config.load_config(None, [f"{key}={value}"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("batch.streams=2147483648", "streams must be at most 16384, not 2147483648"),
+        ("batch.events=10000000000000", "events must be at most 4294967296"),
+        (f"model.dim={10**24}", "model: dim must be at most 268435456"),
+        ("model.num_layers=100000", "model: num_layers must be at most 1024"),
+        ("loss.num_negatives=99999999999", "num_negatives must be at most"),
+        ("distributed.timeout_seconds=1e300", "timeout_seconds must be at most"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(setting, message):
+    with pytest.raises(strict_yaml.ConfigError) as refused:
+        config.load_config(None, [setting])
+    assert message in str(refused.value)
+
+
 def test_a_model_has_the_keys_of_its_kind(tmp_path):
     own = f"model.kind={causal_mean.KIND}"
     loaded = config.load_config(None, [own, "model.per_day=0.25"])
