@@ -17,6 +17,7 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
 from fuxi_torchrec.encoders.base import EncoderConfig, setting
 from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_class
+from fuxi_torchrec.events.times import parse_time
 from fuxi_torchrec.options import check_bounds
 from fuxi_torchrec.tasks.next_item import LossConfig
 from fuxi_torchrec.tasks.registry import TaskConfig
@@ -42,8 +43,10 @@ class DataConfig(_Section):
     time_unit: Literal["s", "ms", "us"] = setting("s", "of the dataset and of model.temporal_periods")
     split: Literal["leave_one_out", "by_time"] = setting("leave_one_out", "what is kept for validation and test")
     fit_on_valid: bool = setting(False, "leave_one_out: train on the validation events too, without validation")
-    valid_from: int | None = setting(None, "by_time: start of the validation period")
-    test_from: int | None = setting(None, "by_time: start of the test period; required")
+    valid_from: int | str | None = setting(
+        None, "by_time: start of the validation period, in the time unit or ISO (UTC): 2024-05-01T12:00:00"
+    )
+    test_from: int | str | None = setting(None, "by_time: start of the test period, likewise; required")
     min_item_events: int = setting(1, "items with fewer training events are unknown: index 0", least=1, most=2**40)
     oov_rate: float = setting(0.01, "share of input items replaced by index 0 in training, so that its row is trained")
     on_bad_rows: Literal["error", "skip"] = _operational("error", "bad users: stop, or leave them out and count them")
@@ -54,6 +57,9 @@ class DataConfig(_Section):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("valid_from", "test_from"):
+            if isinstance(value := getattr(self, name), str):  # from here on a number
+                object.__setattr__(self, name, parse_time(value, self.time_unit))
         if self.split == "by_time" and self.test_from is None:
             raise ValueError("split by_time needs test_from, a time in the dataset's unit")
         if self.split == "leave_one_out" and (self.test_from is not None or self.valid_from is not None):

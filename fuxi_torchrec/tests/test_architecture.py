@@ -27,7 +27,7 @@ ALLOWED = {
     "encoders": {"ops"},
     "events": {"errors", "logging", "schema"},
     "tasks": {"encoders", "events", "ops", "options"},
-    "config": {"distributed", "encoders", "options", "strict_yaml", "tasks"},
+    "config": {"distributed", "encoders", "events", "options", "strict_yaml", "tasks"},
     "data": {"artifacts", "events", "logging", "options", "schema"},
     "embeddings": {"data", "events", "tasks", "config", "distributed", "errors"},
     "training": {

@@ -31,6 +31,8 @@ from fuxi_torchrec.training.warm_start import warm_start
 
 logger = get_logger(__name__)
 
+_NEW = Progress()
+
 
 def check_device(config: Config, world: World) -> None:
     """Refuse what the device cannot do; the same on every rank."""
@@ -65,7 +67,7 @@ class Run:
                 config.data.num_workers,
                 self.data.lengths,
             )
-            self.validations = ValidationPlan.of(config, self.data.validated, self.loader.steps(0))
+            self.validations = ValidationPlan.of(config, self.data.validated, self.loader.steps)
             memory = memory_bytes() // world.local_size
             if world.device.type == "cuda":
                 memory = torch.cuda.get_device_properties(world.device).total_memory
@@ -151,8 +153,11 @@ class Run:
         self.checkpoints.point_to_best(found)
         return progress
 
-    def planned_steps(self) -> int:
-        steps = self.loader.steps(0) * self.config.train.epochs
+    def planned_steps(self, progress: Progress = _NEW) -> int:
+        """Of the run, about: epochs to come are taken to be as long as the one that it is in."""
+        position, steps = progress.position, progress.step - progress.position.step
+        if position.epoch < self.config.train.epochs:
+            steps += self.loader.steps(position.epoch) * (self.config.train.epochs - position.epoch)
         return steps if self.config.train.max_steps is None else min(steps, self.config.train.max_steps)
 
     def ended(self, progress: Progress) -> bool:
