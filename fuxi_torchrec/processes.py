@@ -119,22 +119,27 @@ def _prctl(option: int, value: int) -> bool:
     return hasattr(libc, "prctl") and libc.prctl(option, value) == 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run a command for a parent; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m fuxi_torchrec.processes", description="Run a command for PARENT.")
-    parser.add_argument("parent", type=int, help="process id of the one that starts this: all ends with it")
-    parser.add_argument("--lock", type=Path, help="file that is locked, shared, as long as the command runs")
-    parser.add_argument("command", nargs="+", help="after --")
-    options = parser.parse_args(arguments)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)  # the command may have one of its own
+    own, command = arguments[:cut], arguments[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="python -m fuxi_torchrec.processes",
+        usage="%(prog)s PARENT [--lock FILE] -- COMMAND ...",
+        description="Run a command that ends, with everything it has started, when its parent is gone.",
+    )
+    parser.add_argument("parent", type=int, help="process id of the one that starts this")
+    parser.add_argument("--lock", type=Path, help="file that is locked, shared, as long as something of it runs")
+    options = parser.parse_args(own)
+    if not command:
+        parser.error("a command has to follow after --")
     with contextlib.ExitStack() as stack:
-        if options.lock is not None:
-            file = stack.enter_context(options.lock.open("a+"))
-            if not lock(file, shared=True):
-                sys.exit(f"{options.lock} is locked: another job runs")
-        if not hasattr(signal, "sigtimedwait"):
-            return subprocess.run(options.command, check=False).returncode  # no Linux
-        return supervise(options.command, options.parent)
+        if options.lock is not None and not lock(stack.enter_context(options.lock.open("a+")), shared=True):
+            sys.exit(f"{options.lock} is locked: another job runs")
+        if not hasattr(signal, "sigtimedwait"):  # no Linux
+            return subprocess.run(command, check=False).returncode
+        return supervise(command, options.parent)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

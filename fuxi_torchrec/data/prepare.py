@@ -16,12 +16,10 @@ from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.filesystem import exists
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
 from fuxi_torchrec.events.sources import Source
 from fuxi_torchrec.events.times import DAY, PER_SECOND, YEAR, show_time
-from fuxi_torchrec.events.vocabulary import read_table
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.options import option
 
@@ -152,11 +150,10 @@ class _Preparation:
         If the dataset that is extended has the file, its indices come first and new values behind them.
         """
         new = f"CAST(row_number() OVER (ORDER BY count DESC, {column}) AS INTEGER)"
-        old = None if self.extended is None else self.extended.file(file)
-        if old is None or not exists(old):
+        if self.extended is None or file not in self.extended.info.tables:
             self.database.rows(f"CREATE TABLE {table} AS SELECT {column}, {new} AS index, count FROM ({counts})")
         else:
-            previous = read_table(old, [column, "index"])
+            previous, old = self.extended.table(file, [column, "index"]), self.extended.file(file)
             was, now = (_kind(each[column].type) for each in (previous, self.database.table(f"{counts} LIMIT 0")))
             if was != now:
                 raise DataError(f"{old} has {column} as {was}, this source as {now}: they must be of one kind")

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.log import INTEGERS, columns_of, kind_of, literal, quote, shown
+from fuxi_torchrec.events.log import INTEGERS, kind_of, literal, quote, shown
 from fuxi_torchrec.events.sources import FILE, ROW, Source
 from fuxi_torchrec.logging import get_logger
 
@@ -25,7 +25,8 @@ class Ingestion:
     Args:
         database: where.
         source: the log. Types of columns that its spec names are those that the log gets.
-        keep: read the files once and keep the rows in the database; else Parquet is read again by each query.
+        keep: read the files once and keep the rows in the database; else Parquet is read again by each query. The
+            spec may then be somebody else's: what it says is done to these rows, where no file can be read or written.
 
     Attributes:
         spec: the source's, with the types found.
@@ -41,6 +42,12 @@ class Ingestion:
         missing = [name for name in source.log.needed() if name not in found]
         if missing:
             raise DataError(f"{self._name}: no column {', '.join(missing)}; the columns are {', '.join(found)}")
+        if keep:
+            read = {*source.log.read(), *source.log.columns}
+            names = [*(quote(name) for name in found if name in read), FILE, *([ROW] if self._numbered else [])]
+            database.rows(f"CREATE TABLE kept AS SELECT {', '.join(names)} FROM {source.reader}")
+            database.rows("SET enable_external_access = false")
+            self.source = source = replace(source, reader="kept")
         reader, types = self._typed(found)
         self.spec = replace(source.log, columns=types)
         self.first: int | None = None
@@ -56,8 +63,7 @@ class Ingestion:
     def _typed(self, found: dict[str, str]) -> tuple[str, dict[str, str]]:
         """The reader with the types that the spec has written down, and those of all columns that it reads."""
         log, casts = self.source.log, []
-        conditions = [name for each in (log.where, log.target) if each for name in columns_of(each)]
-        types = {name: kind_of(found[name]) for name in (*log.needed(), *conditions) if name in found}
+        types = {name: kind_of(found[name]) for name in log.read() if name in found}
         for name, wanted in log.columns.items():
             kind = types.get(name, wanted)
             if kind == wanted or (kind != "VARCHAR" and wanted != "VARCHAR" and name not in log.features):

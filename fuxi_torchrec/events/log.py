@@ -114,6 +114,11 @@ class LogSpec(Record):
         expressions = (self.user, self.item, self.time)
         return list(dict.fromkeys([*(name for each in expressions for name in columns_of(each)), *self.features]))
 
+    def read(self) -> list[str]:
+        """Columns that are read, if the log has them: those needed, and those of conditions."""
+        conditions = [name for each in (self.where, self.target) if each for name in columns_of(each)]
+        return list(dict.fromkeys([*self.needed(), *conditions]))
+
     def read_by_where(self) -> list[str]:
         """The log's columns that ``where`` reads; of a dataset's or an export's spec."""
         return [name for name in columns_of(self.where) if name in self.columns] if self.where else []

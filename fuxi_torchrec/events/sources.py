@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 import duckdb
-import pyarrow.parquet as pq
 
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.log import LogSpec, literal, quote
+from fuxi_torchrec.events.pages import rows_and_columns
 from fuxi_torchrec.events.times import TimeUnit
 
 LOGS = (".parquet", ".csv", ".csv.gz", ".tsv")  # endings
@@ -87,15 +87,9 @@ def of_log(path: str, log: LogSpec) -> Source:
 
 def _of_parquet(files: list[str], log: LogSpec) -> Source:
     """Parquet files number their rows, by file and by place in it, if they can: sorting needs no pass to do so."""
-    most, taken = 1, False
-    for name in files:
-        try:
-            metadata = pq.read_metadata(name)
-        except Exception as error:
-            raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
-        most = max(most, metadata.num_rows)
-        taken = taken or "file_row_number" in metadata.schema.to_arrow_schema().names
-    if taken:
+    found = [rows_and_columns(name, log.read()) for name in files]
+    most = max(1, *(rows for rows, _ in found))
+    if any("file_row_number" in names for _, names in found):
         return Source(tuple(files), read_files(files, "read_parquet", ", union_by_name = true"), log)
     parts = [
         f"SELECT * EXCLUDE (file_row_number), {n * most} + file_row_number AS {ROW} "

@@ -10,7 +10,13 @@ PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 YEAR = 31_556_952  # seconds
 DAY = 86_400
+LAST_SECOND = 7_258_118_400  # the year 2200 begins
 BEFORE, AFTER = 40, 100  # years from an export's as_of that a time is plausible
+
+
+def last_time(unit: str) -> int:
+    """The last time there can be, anywhere: that of the year 2200. The first is 0, in 1970."""
+    return LAST_SECOND * PER_SECOND[unit]
 
 
 def show_time(value: int, unit: str) -> str:

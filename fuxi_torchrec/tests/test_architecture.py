@@ -28,8 +28,8 @@ ALLOWED = {
     "events": {"errors", "logging", "schema"},
     "tasks": {"encoders", "events", "ops", "options"},
     "config": {"distributed", "encoders", "events", "options", "strict_yaml", "tasks"},
-    "data": {"artifacts", "events", "logging", "options", "schema"},
-    "embeddings": {"data", "events", "tasks", "config", "distributed", "errors"},
+    "data": {"artifacts", "events", "logging", "machine", "options", "processes", "schema"},
+    "embeddings": {"config", "data", "distributed", "errors", "events", "tasks"},
     "training": {
         *("tasks", "embeddings", "data", "events", "encoders"),
         *("config", "strict_yaml", "logging", "distributed", "artifacts", "errors", "machine", "schema"),

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from fuxi_torchrec.artifacts import is_locked
+from fuxi_torchrec.artifacts import lock
 from fuxi_torchrec.processes import supervised
 
 CHILD = "import os, time; from fuxi_torchrec.processes import end_with_parent; end_with_parent({}); time.sleep(60)"
@@ -49,6 +49,11 @@ def gone(pid, seconds=30.0):
     return False
 
 
+def is_held(path):
+    with path.open("a+") as file:
+        return not lock(file, 0.0)
+
+
 def test_a_child_ends_with_a_parent_that_was_killed():
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
@@ -71,11 +76,11 @@ def test_a_supervised_command_and_all_it_started_end_with_the_parent(tmp_path, n
     command = [sys.executable, "-c", STARTS, FAMILY.format("time.sleep(90)"), str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         below = [int(parent.stdout.readline()), *map(int, parent.stdout.readline().split())]
-        assert len(below) == 3 and is_locked(file)
+        assert len(below) == 3 and is_held(file)
         parent.send_signal(number)
         assert parent.wait() == -number
         assert "saved" in parent.stdout.readline(), "it was asked before it was killed"
-        assert all(map(gone, below)) and not is_locked(file)
+        assert all(map(gone, below)) and not is_held(file)
 
 
 def test_a_supervisor_whose_parent_is_gone_already_starts_nothing(tmp_path):
@@ -103,6 +108,15 @@ def test_what_a_command_leaves_behind_ends_when_it_has_ended():
     assert done.returncode == 3 and all(gone(int(pid), 0.1) for pid in done.stdout.split())
     done = subprocess.run(supervised(["sh", "-c", "kill -9 $$"]), timeout=60)
     assert done.returncode == 128 + signal.SIGKILL
+
+
+def test_a_command_gets_its_own_arguments(tmp_path):
+    for path in (None, tmp_path / "lock"):
+        command = supervised(["echo", "-m", "train", "--", "--lock", "--", "x"], path)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+        assert done.stdout == "-m train -- --lock -- x\n"
+    done = subprocess.run(command[:4], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "a command has to follow after --" in done.stderr
 
 
 def test_a_command_that_is_not_there_is_named():

@@ -82,11 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(daily: Daily, options: argparse.Namespace) -> int:
-    if options.skip is not None:
-        daily.skip(options.skip)
-        return 0
-    if options.unskip is not None:
-        daily.skip(options.unskip, skipped=False)
+    if options.skip is not None or options.unskip is not None:
+        skipped = options.skip is not None
+        daily.skip(options.skip if skipped else options.unskip, skipped)
         return 0
     if options.redo is not None:
         daily.forget(options.redo)

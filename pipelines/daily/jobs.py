@@ -100,16 +100,10 @@ class TorchXJobs:
 
     def follow(self, handle: str) -> Ended:
         """Wait for its end; how long a job may take is for the scheduler to say."""
-        while (ended := self._ended(handle)) is None:
+        while (status := self._status(handle)) is not None and not status.is_terminal():
             time.sleep(self.config.poll_seconds)
-        return ended
-
-    def _ended(self, handle: str) -> Ended | None:
-        status = self._status(handle)
         if status is None:
             return Ended(f"{self.scheduler} does not know {handle} any more")
-        if not status.is_terminal():
-            return None
         place = status.ui_url.removeprefix("file://") if status.ui_url else f"torchx log {handle}"
         name = status.state.name
         message = "" if name == "SUCCEEDED" else _error(status) or _tail(Path(place)) or f"ended as {name}"

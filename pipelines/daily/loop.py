@@ -250,11 +250,8 @@ class Daily:
             raise DailyError(f"day {day} is not skipped; skipped are: {', '.join(known) or 'none'}")
         self.state.days.setdefault(day, Day()).skipped = skipped
         self.state.save()
-        print(
-            f"day {day}: skipped; later datasets leave its log out, --unskip {day} takes it in again"
-            if skipped
-            else f"day {day}: not skipped any more; later datasets have its log"
-        )
+        undo = f"leave its log out, --unskip {day} takes it in again" if skipped else "have its log again"
+        print(f"day {day}: later datasets {undo}")
 
     def forget(self, day: str) -> None:
         """Remove what a day that is not published has made, so that it begins anew."""

@@ -18,7 +18,7 @@ from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import OnBadRows, quote
 from fuxi_torchrec.events.sources import FILE, ROW, Source, of_log
 from fuxi_torchrec.events.times import bounds, check_time, last_event
-from fuxi_torchrec.export.bundle import FEATURES, ITEMS, OTHER_ITEMS, Bundle, Manifest
+from fuxi_torchrec.export.bundle import Bundle, Manifest
 from fuxi_torchrec.export.parts import ID_TYPES, combined
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, ItemIds, feature_values
@@ -81,7 +81,6 @@ def read_events(
 
     The export's files that this needs are checked first.
     """
-    bundle.check(ITEMS, FEATURES, OTHER_ITEMS)
     manifest, values = bundle.manifest, feature_values(bundle)
     log = manifest.log.with_columns(**vars(columns or LogColumns()))
     log = replace(
