@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from fuxi_torchrec.events.batching import batch_ends
+from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.histories import Ints, bounds_of
 from fuxi_torchrec.schema import Record
 
@@ -94,7 +95,7 @@ def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
     """The streams of a rank: a range, so that it reads neighbouring rows."""
     if world_size > num_streams:
         cure = "raise num_streams (batch.streams)"
-        raise ValueError(f"{world_size} ranks need at least as many streams, there are {num_streams}: {cure}")
+        raise DataError(f"{world_size} ranks need at least as many streams, there are {num_streams}: {cure}")
     return range(num_streams * rank // world_size, num_streams * (rank + 1) // world_size)
 
 
