@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fuxi_torchrec.training.checkpoint.info import LATEST, named
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -107,5 +109,5 @@ def held(run_dir: Path, world: int) -> dict[int, dict[str, int]] | None:
 
 def latest(run_dir: Path) -> int:
     """The step of the last complete checkpoint; -1 if there is none."""
-    pointer = run_dir / "checkpoints" / "latest"
-    return int(pointer.read_text().strip().removeprefix("step-")) if pointer.exists() else -1
+    found = named(run_dir / "checkpoints", LATEST)
+    return int(found.name.removeprefix("step-")) if found is not None else -1
