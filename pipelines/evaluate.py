@@ -17,13 +17,14 @@ from fuxi_torchrec.api import evaluate
 from fuxi_torchrec.distributed import exit_now
 from fuxi_torchrec.evaluation.options import EvaluateOptions, RunOptions
 from fuxi_torchrec.logging import LEVELS, setup_logging
-from fuxi_torchrec.options import add_options, options_from
+from fuxi_torchrec.options import add_encoder_option, add_options, options_from
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """What evaluation and export share."""
     parser.add_argument("--run-dir", required=True, type=Path, help="directory of the run")
     add_options(parser, RunOptions)
+    add_encoder_option(parser)
     parser.add_argument("--log-level", default="info", choices=LEVELS)
 
 

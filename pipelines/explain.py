@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.events.times import PER_SECOND
+from fuxi_torchrec.options import add_encoder_option
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True, type=Path, help="directory of the run")
     parser.add_argument("--checkpoint", metavar="best|latest|STEP", help="by default the best one, else the latest")
     parser.add_argument("--output", type=Path, metavar="FILE", help="by default RUN/explain.png")
+    add_encoder_option(parser)
     options = parser.parse_args(arguments)
     output = options.output or options.run_dir / "explain.png"
     try:

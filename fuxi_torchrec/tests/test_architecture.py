@@ -17,7 +17,7 @@ ALLOWED = {
     "machine": set(),
     "artifacts": {"errors"},
     "distributed": set(),
-    "options": set(),
+    "options": {"encoders"},
     "processes": set(),
     "schema": set(),
     "strict_yaml": set(),
