@@ -225,6 +225,11 @@ class Bundle:
         try:
             with only_imported():
                 schema = config_class(str(model.get("kind")))
+            if odd := sorted(model.keys() ^ {field.name for field in dataclasses.fields(schema)}):
+                raise ExportError(f"{where}: {', '.join(odd)} is missing or unexpected; {_AGAIN}")
+            size = self.manifest.files[ENCODER].size
+            if large := [name for name, value in model.items() if isinstance(value, int) and value > size]:
+                raise ExportError(f"{where}: {large[0]} = {model[large[0]]} does not fit the {size} bytes of {ENCODER}")
             config = read_json(schema, json.dumps(model), where, ExportError, _AGAIN)
             encoder = make_encoder(config)
         except ExportError:
@@ -234,7 +239,7 @@ class Bundle:
         try:
             encoder.load_state_dict(load_file(self.file(ENCODER)))
         except (RuntimeError, SafetensorError) as error:
-            raise ExportError(f"{self.path / ENCODER}: not the weights of this encoder: {error}") from None
+            raise ExportError(f"{self.path / ENCODER}: not the weights of {MANIFEST}'s model: {error}") from None
         return encoder.eval().requires_grad_(False)
 
     def tables(self) -> dict[str, Tensor]:
