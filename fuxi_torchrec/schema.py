@@ -92,8 +92,8 @@ def read_json(
     try:
         return pydantic.TypeAdapter(schema).validate_json(text, strict=True)
     except pydantic.ValidationError as problems:
-        told = [_explain(problem) for problem in problems.errors(include_url=False)[:_MOST]]
-        raise error(f"{where}: {'; '.join(told)}; {advice}") from None
+        some = [_explain(problem) for problem in problems.errors(include_url=False)[:_MOST]]
+        raise error(f"{where}: {'; '.join(some)}; {advice}") from None
 
 
 def _object(text: str | bytes, where: object, error: type[Exception], advice: str) -> dict[str, Any]:
@@ -110,14 +110,24 @@ def _take(plain: dict[str, Any], key: str, where: object, error: type[Exception]
     return plain[key]
 
 
+def told(problem: Any) -> str:
+    """What pydantic found, in short."""
+    return problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut if it is long."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else text[:_LONGEST] + "…"
+
+
 def _explain(problem: Any) -> str:
     key = ".".join(str(part) for part in problem["loc"] if part != "[key]")
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = told(problem)
     if problem["type"] == "missing":
         return f"{key} is missing"
     if problem["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         message = "unexpected key"
     if not key or (problem["type"] == "value_error" and isinstance(problem["input"], dict)):
         return f"{key}: {message}" if key else message  # of a dataclass as a whole
-    value = repr(problem["input"])
-    return f"{key} = {value if len(value) <= _LONGEST else value[:_LONGEST] + '…'}: {message}"
+    return f"{key} = {shown(problem['input'])}: {message}"

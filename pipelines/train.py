@@ -9,18 +9,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from fuxi_torchrec.api import train
-from fuxi_torchrec.config import load_config
-from fuxi_torchrec.distributed import exit_now
 from fuxi_torchrec.logging import get_logger, setup_logging
 from fuxi_torchrec.options import add_encoder_option
-from fuxi_torchrec.training.run_directory import CONFIG, RunDirectory
+from pipelines.job import JobParser, run_job
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m pipelines.train", description=__doc__.splitlines()[0])
+    found = JobParser(prog="python -m pipelines.train", description=__doc__.splitlines()[0])
     found.add_argument("--config", help="YAML file of the experiment; by default the run's own, if it exists")
     found.add_argument("--run-dir", required=True, type=Path, help="directory of the run; an existing run is resumed")
     found.add_argument("--init-from", type=Path, metavar="RUN", help="start a new run from another run's weights")
@@ -29,10 +25,12 @@ def _parser() -> argparse.ArgumentParser:
     return found
 
 
-@record
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, on as many ranks as torchrun has started."""
     options = _parser().parse_args(arguments)
+    from fuxi_torchrec.config import load_config
+    from fuxi_torchrec.training.run_directory import CONFIG, RunDirectory
+
     run = RunDirectory(options.run_dir)
     if options.config is None and (run.path / CONFIG).exists():
         config = run.read_config(options.overrides)
@@ -53,4 +51,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_now(main() or 0)
+    run_job("train", main)

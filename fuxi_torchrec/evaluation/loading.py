@@ -19,9 +19,10 @@ from fuxi_torchrec.data.splits import Part
 from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks, share_from_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
-from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, shard
+from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, placements, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.encoders.base import SequenceEncoder
+from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.histories import Ints, Ragged
@@ -45,7 +46,7 @@ _SHARDINGS: tuple[tuple[Sharding, Sharding], ...] = (
 )
 
 
-class RetrievalError(ValueError):
+class RetrievalError(FuxiError, ValueError):
     """What cannot be evaluated or exported as asked."""
 
 
@@ -126,7 +127,7 @@ def load(
     model, plan = shard(SequenceModel(config, tables), tables, config.optimizer, world)
     checkpoints.load(path, model, None)
     model.eval()
-    logger.info("%s on %d ranks\n%s", path, world.size, describe(plan, tables))
+    logger.info("%s on %d ranks\n%s", path, world.size, describe(placements(plan, tables)))
     return Loaded(config, directory, path, info, vocabulary, items, dataset, maker, tables, model, world, unknown)
 
 

@@ -138,9 +138,9 @@ def open_file(path: str | Path, crc32: int | None = None) -> pq.ParquetFile:
         raise DataError(f"{path}: not a readable Parquet file: {error}") from None
 
 
-def read_table(path: str | Path, columns: Sequence[str]) -> pa.Table:
+def read_table(path: str | Path, columns: Sequence[str], crc32: int | None = None) -> pa.Table:
     """Some columns of a file of :class:`Writer`, checked."""
-    file = open_file(path)
+    file = open_file(path, crc32)
     check_columns(path, file, columns)
     try:
         return file.read(columns=list(columns))

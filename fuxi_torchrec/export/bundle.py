@@ -39,6 +39,7 @@ from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
+from fuxi_torchrec.export.options import Verify
 from fuxi_torchrec.schema import Record, read_json, sealed
 
 VERSION = 3
@@ -47,7 +48,6 @@ ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "stat
 FEATURES, OTHER_ITEMS = "features", "other-items.parquet"
 _PARTS = (ITEMS, USERS, HISTORIES, STATES)
 ITEM_TABLE = "item_table"
-Verify = Literal["checksums", "sizes"]
 IdType = Literal["int64", "string"]
 
 # every file that an export can have

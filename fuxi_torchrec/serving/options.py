@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fuxi_torchrec.export.bundle import Verify
-from fuxi_torchrec.options import check_least, option
+from fuxi_torchrec.export.options import Verify
+from fuxi_torchrec.options import check_bounds, option
 
 Search = Literal["index", "exact"]
 
@@ -25,7 +25,7 @@ class RecommenderOptions:
     )
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ class Limits:
     max_waiting_events: int = option(100_000, "events that may wait with them, or users to forget", least=1)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)

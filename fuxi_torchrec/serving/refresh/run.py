@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -57,8 +57,6 @@ RULES = {
 }
 
 Progress = Callable[[str, int, int], None]  # what is done, users so far, users in all
-# where the events begin: with the export, or before it, as in the log of a Recommender on another one; or nobody knows
-Since = Literal["export", "before", "unknown"]
 
 
 class RefreshRun:
@@ -74,12 +72,11 @@ class RefreshRun:
         forget: Sequence[int | str],
         summary: Summary,
         progress: Progress,
-        since: Since,
     ) -> None:
         self.bundle, self.manifest, self.place = bundle, bundle.manifest, place
         self.as_of, self.requery_all, self.summary, self.progress = as_of, requery_all, summary, progress
         self.model = UserModel(bundle)
-        self.new, self.since, self.clock = new, since, summary.timed
+        self.new, self.clock = new, summary.timed
         self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
         self.files: dict[str, FileEntry] = {}
         self.users = self.states = self.done = 0
@@ -145,7 +142,7 @@ class RefreshRun:
             logger.info("these events were applied before: %s", new.digest[:16])
             return Histories.empty(0, self.manifest.features), new.users[:0], new.forgotten[:0]
         counts = np.repeat(~_mask(new.users, self.forget), new.histories.lengths)
-        if self.since != "export":  # what a Recommender on this export took came after it had forgotten
+        if self.new.since != "export":  # what a Recommender on this export took came after it had forgotten
             counts &= self.forgotten.counts(new.users, new.histories)
         self.summary.forgotten_events = int((~counts).sum())
         if len(new) or len(new.forgotten):
@@ -187,7 +184,7 @@ class RefreshRun:
         on_time = events.times >= last
         self.summary.late_events += int((~on_time).sum())
         histories = None
-        if self.since == "before" and (events.times == last).any():
+        if self.new.since == "before" and (events.times == last).any():
             histories = self._histories(number, users)
             there = covered(histories.select(touched), events)
             self.summary.covered_events += int(there.sum())

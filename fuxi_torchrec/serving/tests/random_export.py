@@ -83,8 +83,8 @@ class DemoExport:
     max_length: int = 48
     state_min_events: int = 20
     users_per_part: int = 8
-    item_id_type: str = "int64"
-    user_id_type: str = "int64"
+    item_id_type: Literal["int64", "string"] = "int64"
+    user_id_type: Literal["int64", "string"] = "int64"
     features: tuple[Feature, ...] = ()
     feature_rows: int = 8
     text_features: tuple[str, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from fuxi_torchrec import __version__
 from fuxi_torchrec.artifacts import crc32_of, inside, write_atomically
 from fuxi_torchrec.data.schedule import Position
+from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.schema import Record, read_json, sealed
 
 FORMAT = 3
@@ -21,7 +22,7 @@ _DAMAGED = "the checkpoint is damaged: remove its directory to continue from an 
 _Schema = TypeVar("_Schema")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(FuxiError, RuntimeError):
     """A checkpoint that cannot be written or read."""
 
 
