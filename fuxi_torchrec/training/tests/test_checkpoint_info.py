@@ -30,9 +30,11 @@ def test_a_flipped_bit_never_names_another_checkpoint(tmp_path, which):
         damaged = bytearray(written)
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / which).write_bytes(damaged)
-        try:
-            found = named(tmp_path, which)
-        except CheckpointError as error:
-            assert f"/{which}: " in str(error)
-        else:
-            assert found == tmp_path / "step-000000006"  # white space
+        assert found_or_said(tmp_path, which) in (tmp_path / "step-000000006", "refused")  # white space changes nothing
+
+
+def found_or_said(directory, which):
+    try:
+        return named(directory, which)
+    except CheckpointError as error:
+        return "refused" if f"/{which}: " in str(error) else str(error)
