@@ -21,6 +21,7 @@ from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows, replace_table
 from fuxi_torchrec.evaluation.validation import validate
 from fuxi_torchrec.events import parquet
+from fuxi_torchrec.training.checkpoint.info import named
 from fuxi_torchrec.training.run_directory import RunDirectory
 from fuxi_torchrec.training.trainer import Trainer
 from integration_tests.runs import here, losses
@@ -494,7 +495,7 @@ def test_a_process_that_hangs_in_a_background_save_is_an_error_for_all(workers, 
 def test_a_failure_waits_for_the_checkpoint_that_is_being_written(workers, data, tmp_path):
     settings = changed(f"data.path={data}", "train.max_steps=8")
     refused(workers, tmp_path, settings, "OSError", "the disk is gone", prepare=fail_reading)
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000000002\n"
+    assert named(tmp_path / "checkpoints", "latest").name == "step-000000002"
 
 
 def test_a_learning_rate_beyond_reason_is_no_number_soon(workers, data, tmp_path):

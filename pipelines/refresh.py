@@ -20,6 +20,7 @@ from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.times import parse_time
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import setup_logging
+from fuxi_torchrec.options import add_encoder_option
 from fuxi_torchrec.serving.refresh.new_events import LogColumns
 from fuxi_torchrec.serving.refresh.refresh import refresh
 from fuxi_torchrec.serving.refresh.summary import Summary
@@ -37,6 +38,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("user", "item", "time"):
         parser.add_argument(f"--{name}-column", metavar="C", help="if it is not the one of the dataset's log")
     parser.add_argument("--on-bad-rows", choices=("error", "skip"), help="as when the dataset was prepared by default")
+    add_encoder_option(parser)
     return parser.parse_args(arguments)
 
 

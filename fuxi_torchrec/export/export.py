@@ -106,6 +106,8 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
         with raise_on_all_ranks("renaming the output"):
             if run.world.rank == 0:
                 new.commit()
+    except OSError as error:  # a full disk, most likely
+        raise ExportError(f"{output}: cannot be written: {error}") from None
     finally:
         new.end()
     return manifest

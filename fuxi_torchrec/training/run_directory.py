@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import lock, replace_file, write_atomically
 from fuxi_torchrec.config import Config, differences, load_config
+from fuxi_torchrec.encoders.registry import only_imported
 from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
@@ -87,10 +89,12 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def read_config(self) -> Config:
+    def read_config(self, overrides: Sequence[str] = ()) -> Config:
+        """The run's configuration; code of one's own that it names must have been imported."""
         if not (self.path / CONFIG).exists():
             raise RunError(f"{self.path}: no run here: {CONFIG} is missing")
-        return load_config(self.path / CONFIG)
+        with only_imported():
+            return load_config(self.path / CONFIG, overrides)
 
     def check_config(self, config: Config) -> None:
         """Refuse the configuration of another run; what a resumed run may change is shown."""
