@@ -1,6 +1,7 @@
 """Serving: refreshing against encoding again, the latency of an answer, the service under concurrent clients.
 
     python -m benchmarks.serving [--only refresh,recommend,service]
+    python -m benchmarks.serving --append-against ../old      # another checkout: git worktree add ../old COMMIT
 
 Exit code 1 if a figure that must be reached is missed.
 """
@@ -8,12 +9,15 @@ Exit code 1 if a figure that must be reached is missed.
 import argparse
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks import harness
+from benchmarks import against, harness
 from benchmarks.harness import Aim
 from fuxi_torchrec.events.histories import Histories, bounds_of
 from fuxi_torchrec.export.bundle import Bundle
@@ -42,7 +46,8 @@ MODEL = {
 ITEMS = 100_000
 STORED, NEW = 5_000, 50
 CLIENTS, REQUESTS, ROUNDS = 32, 40, 3  # requests of each client
-REFRESH_AIM, CONSTANT_AIM, BATCHING_AIM = 20.0, 1.2, 3.0
+REFRESH_AIM, CONSTANT_AIM, BATCHING_AIM, APPEND_AIM = 20.0, 1.2, 3.0, 1.0
+APPEND_TURNS = 40
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="refresh,recommend,service")
     parser.add_argument("--client", nargs=5, metavar=("PORT", "CLIENTS", "REQUESTS", "TIME", "USERS"))
+    parser.add_argument("--append-against", type=Path, metavar="CHECKOUT", help="appending here and there, in turn")
+    parser.add_argument("--append-here", type=Path, help=argparse.SUPPRESS)  # in a child of that
     options = parser.parse_args(arguments)
+    if options.append_here:
+        append_rates(options.append_here)
+        return 0
+    if options.append_against:
+        there = options.append_against.resolve()
+        return harness.run_sections("serving", {"append": partial(append, there)}, ["append"], "")
     if options.client:
         print(json.dumps(asyncio.run(load(*map(int, options.client)))))
         return 0
@@ -310,6 +323,71 @@ async def load(port: int, clients: int, requests: int, now: int, users: int) -> 
         "errors": errors,
         "appended": appended,
     }
+
+
+# --- appending -------------------------------------------------------------------------------------------------------
+
+
+def append(other: Path, scratch: Path) -> tuple[str, list[Aim], Any]:
+    """Acknowledged events a second of this checkout and another one, in short turns: the disk may be others' too."""
+    best: dict[str, dict[str, float]] = {"other": {}, "this": {}}
+    places = {"other": other, "this": Path(__file__).resolve().parents[1]}
+    children = {
+        side: subprocess.Popen(
+            [sys.executable, str(Path(__file__).resolve()), "--append-here", str(scratch / side)],
+            env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for side, place in places.items()
+    }
+    for _ in range(APPEND_TURNS):
+        for side, child in children.items():
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write("go\n")
+            child.stdin.flush()
+            for name, rate in json.loads(child.stdout.readline()).items():
+                best[side][name] = max(rate, best[side].get(name, 0.0))
+    for child in children.values():
+        child.communicate(timeout=60)
+        assert not child.returncode, "not every event is there after a restart"
+    rows, aims = [], []
+    for name, new in best["this"].items():
+        old = best["other"][name]
+        rows.append([name, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}"])
+        aims.append(Aim(f"{name}: this over the other", new / old, APPEND_AIM))
+    table = harness.table(["what", "before, events/s", "now, events/s", "now / before"], rows)
+    text = (
+        f"`Recommender.append`, on disk when it returns; commit {against.commit(other)} (*before*) against this one "
+        f"(*now*), the best of {APPEND_TURNS} short turns each.\n\n{table}"
+    )
+    return text, aims, best
+
+
+def append_rates(scratch: Path) -> None:
+    """Those of the Recommender that is imported here, a line of JSON for every line that comes in."""
+    write_demo_export(scratch, DemoExport(items=50, users=4))
+    now, told = Bundle.open(scratch).manifest.as_of, 0
+    with Recommender.load(scratch) as recommender:
+
+        def call(first: int, count: int) -> None:
+            events = range(first, first + count)
+            recommender.append([n % 5000 for n in events], [1001] * count, [now] * count)
+
+        def rate(calls: int, count: int, threads: int = 1) -> float:
+            nonlocal told
+            told += calls * count
+            with ThreadPoolExecutor(threads) as pool:
+                began = time.perf_counter()
+                list(pool.map(lambda n: call(n * count, count), range(calls)))
+                return calls * count / (time.perf_counter() - began)
+
+        for _ in sys.stdin:
+            rates = {"one caller, an event each": rate(50, 1), "32 callers, an event each": rate(320, 1, 32)}
+            print(json.dumps(rates | {"one caller, 100 events each": rate(10, 100)}), flush=True)
+    with Recommender.load(scratch, read_only=True) as recommender:
+        assert recommender.info()["recent_events"] == told
 
 
 SECTIONS: dict[str, harness.Section] = {
