@@ -1,23 +1,20 @@
 """Serving: refreshing against encoding again, the latency of an answer, the service under concurrent clients.
 
-    python -m benchmarks.serving [--only refresh,recommend,service]
-    python -m benchmarks.serving --append-against ../old      # another checkout: git worktree add ../old COMMIT
+    python -m benchmarks.serving [--only refresh,recommend,service,slow]
 
 Exit code 1 if a figure that must be reached is missed.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks import against, harness
+from benchmarks import harness
 from benchmarks.harness import Aim
+from benchmarks.slow_clients import AGAIN
 from fuxi_torchrec.events.histories import Histories, bounds_of
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
@@ -46,24 +44,16 @@ MODEL = {
 ITEMS = 100_000
 STORED, NEW = 5_000, 50
 CLIENTS, REQUESTS, ROUNDS = 32, 40, 3  # requests of each client
-REFRESH_AIM, CONSTANT_AIM, BATCHING_AIM, APPEND_AIM = 20.0, 1.2, 3.0, 0.95
-APPEND_TURNS = 40
+SLOW = 2_000
+REFRESH_AIM, CONSTANT_AIM, BATCHING_AIM, SLOW_AIM = 20.0, 1.2, 3.0, 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for, publish it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="refresh,recommend,service")
+    parser.add_argument("--only", default="refresh,recommend,service,slow")
     parser.add_argument("--client", nargs=5, metavar=("PORT", "CLIENTS", "REQUESTS", "TIME", "USERS"))
-    parser.add_argument("--append-against", type=Path, metavar="CHECKOUT", help="appending here and there, in turn")
-    parser.add_argument("--append-here", type=Path, help=argparse.SUPPRESS)  # in a child of that
     options = parser.parse_args(arguments)
-    if options.append_here:
-        append_rates(options.append_here)
-        return 0
-    if options.append_against:
-        there = options.append_against.resolve()
-        return harness.run_sections("serving", {"append": partial(append, there)}, ["append"], "")
     if options.client:
         print(json.dumps(asyncio.run(load(*map(int, options.client)))))
         return 0
@@ -235,13 +225,8 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
                     recommender.recommend([n % users], now + 10**6)
 
         direct = 64 / harness.seconds(loop, 3)
-    command = [sys.executable, "-m", "pipelines.serve", "--export", str(bundle.path), "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    port = next(m[1] for line in process.stderr if (m := re.search(r"running on http://127.0.0.1:(\d+)", line)))
-    try:
-        arguments = [str(now), str(users)]
-        client_load(port, 1, users, *arguments)  # every state is in the cache then
+    with serving(bundle.path) as port:
+        client_load(port, 1, users, str(now), str(users))  # every state is in the cache then
         rounds = [
             [
                 client_load(port, 1, 2 * REQUESTS, str(now + 1_000 * (n + 1)), str(users)),
@@ -249,9 +234,6 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
             ]
             for n in range(ROUNDS)
         ]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
     with Recommender.load(bundle.path) as recommender:
         kept = recommender.info()["recent_events"]
     told = users // 4 + sum(figures["appended"] for pair in rounds for figures in pair)
@@ -276,6 +258,19 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
         Aim("events lost, or kept twice", abs(told - kept), 0, at_most=True),
     ]
     return text, aims, {"rounds": rounds, "direct": direct, "told": told, "kept": kept}
+
+
+@contextlib.contextmanager
+def serving(path: Path) -> Iterator[str]:
+    """The service of an export, as a process; its port."""
+    command = [sys.executable, "-m", "pipelines.serve", "--export", str(path), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        yield next(m[1] for line in process.stderr if (m := re.search(r"running on http://127.0.0.1:(\d+)", line)))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
 
 
 def client_load(port: str, clients: int, requests: int, *arguments: str) -> dict[str, Any]:
@@ -325,75 +320,54 @@ async def load(port: int, clients: int, requests: int, now: int, users: int) -> 
     }
 
 
-# --- appending -------------------------------------------------------------------------------------------------------
+# --- the service under bad clients -----------------------------------------------------------------------------------
 
 
-def append(other: Path, scratch: Path) -> tuple[str, list[Aim], Any]:
-    """Acknowledged events a second of this checkout and another one, in short turns: the disk may be others' too."""
-    best: dict[str, dict[str, float]] = {"other": {}, "this": {}}
-    places = {"other": other, "this": Path(__file__).resolve().parents[1]}
-    children = {
-        side: subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--append-here", str(scratch / side)],
-            env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for side, place in places.items()
-    }
-    for _ in range(APPEND_TURNS):
-        for side, child in children.items():
-            assert child.stdin is not None and child.stdout is not None
-            child.stdin.write("go\n")
-            child.stdin.flush()
-            for name, rate in json.loads(child.stdout.readline()).items():
-                best[side][name] = max(rate, best[side].get(name, 0.0))
-    for child in children.values():
-        child.communicate(timeout=60)
-        assert not child.returncode, "not every event is there after a restart"
-    rows, aims = [], []
-    for name, new in best["this"].items():
-        old = best["other"][name]
-        rows.append([name, f"{old:,.0f}", f"{new:,.0f}", f"{new / old:.2f}"])
-        aims.append(Aim(f"{name}: this over the other", new / old, APPEND_AIM))
-    table = harness.table(["what", "before, events/s", "now, events/s", "now / before"], rows)
+def slow(scratch: Path) -> tuple[str, list[Aim], Any]:
+    """Eight clients alone, and beside connections that never finish their header."""
+    users = 64
+    bundle = export(scratch / "slow", [200] * users)
+    now = bundle.manifest.as_of
+    rounds = []
+    with serving(bundle.path) as port:
+        client_load(port, 1, users, str(now), str(users))
+        for n in range(ROUNDS):
+            times = [str(now + 1_000 * (n + 1) + after) for after in (0, 500)]
+            usual = client_load(port, 8, 100, times[0], str(users))
+            command = [sys.executable, "-m", "benchmarks.slow_clients", port, str(SLOW)]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as bad:
+                assert bad.stdin is not None and bad.stdout is not None
+                assert bad.stdout.readline() == "all have connected\n"
+                beside = client_load(port, 8, 100, times[1], str(users))
+                bad.stdin.close()  # ends it
+                beside["connections"] = int(bad.stdout.readline())
+            rounds.append([usual, beside])
+    middle = [sorted(each, key=lambda figures: figures["p99"])[ROUNDS // 2] for each in zip(*rounds, strict=True)]
+    names = ["alone", f"beside {SLOW:,} slow connections"]
+    rows = [
+        [name, figures["requests"], f"{figures['rate']:.0f}", *(f"{figures[p] * 1e3:.0f}" for p in ("p50", "p99"))]
+        for name, figures in zip(names, middle, strict=True)
+    ]
+    table = harness.table(["8 clients", "requests", "requests/s", "p50, ms", "p99, ms"], rows)
+    errors = sum(figures["errors"] for pair in rounds for figures in pair)
+    opened = sum(beside["connections"] for _, beside in rounds)
     text = (
-        f"`Recommender.append`, on disk when it returns; commit {against.commit(other)} (*before*) against this one "
-        f"(*now*), the best of {APPEND_TURNS} short turns each.\n\n{table}"
+        "The same requests. Each slow connection sends a byte of a header a second; one that the service has dropped "
+        f"comes again after {AGAIN} s, so that {opened:,} were opened in all. Limits as by default.\n\n{table}\n\n"
+        f"The middle of {ROUNDS} rounds each, taken in turn. {errors} errors."
     )
-    return text, aims, best
-
-
-def append_rates(scratch: Path) -> None:
-    """Those of the Recommender that is imported here, a line of JSON for every line that comes in."""
-    write_demo_export(scratch, DemoExport(items=50, users=4))
-    now, told = Bundle.open(scratch).manifest.as_of, 0
-    with Recommender.load(scratch) as recommender:
-
-        def call(first: int, count: int) -> None:
-            events = range(first, first + count)
-            recommender.append([n % 5000 for n in events], [1001] * count, [now] * count)
-
-        def rate(calls: int, count: int, threads: int = 1) -> float:
-            nonlocal told
-            told += calls * count
-            with ThreadPoolExecutor(threads) as pool:
-                began = time.perf_counter()
-                list(pool.map(lambda n: call(n * count, count), range(calls)))
-                return calls * count / (time.perf_counter() - began)
-
-        for _ in sys.stdin:
-            rates = {"one caller, an event each": rate(50, 1), "32 callers, an event each": rate(320, 1, 32)}
-            print(json.dumps(rates | {"one caller, 100 events each": rate(10, 100)}), flush=True)
-    with Recommender.load(scratch, read_only=True) as recommender:
-        assert recommender.info()["recent_events"] == told
+    aims = [
+        Aim("p99 beside slow connections over p99 alone", middle[1]["p99"] / middle[0]["p99"], SLOW_AIM, at_most=True),
+        Aim("errors", errors, 0, at_most=True),
+    ]
+    return text, aims, {"rounds": rounds}
 
 
 SECTIONS: dict[str, harness.Section] = {
     "refresh": refresh,
     "recommend": recommend,
     "service": service,
+    "slow": slow,
 }
 
 if __name__ == "__main__":

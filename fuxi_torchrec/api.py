@@ -128,7 +128,7 @@ def evaluate(
         run: which weights, on which data.
         output: where the result is written; ``RUN/eval-SPLIT.json`` by default.
     """
-    from fuxi_torchrec.artifacts import write_atomically
+    from fuxi_torchrec.artifacts import OutputError, write_atomically
     from fuxi_torchrec.distributed import raise_on_all_ranks
     from fuxi_torchrec.evaluation.options import EvaluateOptions, RunOptions
 
@@ -141,9 +141,9 @@ def evaluate(
 
         with raise_on_all_ranks("looking for the output's directory"):
             if world.rank == 0 and not file.absolute().parent.is_dir():
-                raise FileNotFoundError(f"--output {file}: there is no directory {file.parent}, make it first")
+                raise OutputError(f"--output {file}: there is no directory {file.parent}, make it first")
             if world.rank == 0 and file.is_dir():
-                raise IsADirectoryError(f"--output {file} is a directory: name a file")
+                raise OutputError(f"--output {file} is a directory: name a file")
         loaded = load(run_dir, world, *astuple(run or RunOptions()))
         times = (wanted.request_time,) if wanted.request_time else REQUEST_TIMES
         found = evaluate(loaded, wanted.split, times, wanted.filter_seen, wanted.users, baselines=wanted.baselines)

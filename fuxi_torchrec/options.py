@@ -7,7 +7,13 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from fuxi_torchrec.errors import FuxiError
+
 Schema = TypeVar("Schema")
+
+
+class OptionError(FuxiError, ValueError):
+    """A flag whose value is out of bounds."""
 
 
 def option(default: Any, help: str, *, metavar: str | None = None, **bounds: float) -> Any:
@@ -25,15 +31,18 @@ def option(default: Any, help: str, *, metavar: str | None = None, **bounds: flo
 def check_bounds(record: Any, named: Callable[[str], str] | None = None) -> None:
     """For ``__post_init__``: a ValueError that names the flag if a number is out of the bounds in a field's metadata.
 
-    ``least`` is the smallest allowed; ``above`` is not allowed itself, nor is what is not finite. None is no number.
+    ``least`` and ``most`` are the smallest and the largest allowed; ``above`` is not allowed itself, nor is what is not
+    finite. None is no number.
     """
     for field in dataclasses.fields(record):
         value, name = getattr(record, field.name), (named or _flag)(field.name)
-        least, above = field.metadata.get("least"), field.metadata.get("above")
+        least, above, most = (field.metadata.get(bound) for bound in ("least", "above", "most"))
         if value is None:
             continue
         if least is not None and not least <= value < math.inf:
             raise ValueError(f"{name} must be at least {least}, not {value}")
+        if most is not None and value > most:
+            raise ValueError(f"{name} must be at most {most}, not {value}")
         if above is not None and not above < value < math.inf:
             raise ValueError(f"{name} must be {f'above {above}' if above else 'positive'}, not {value}")
 
@@ -82,7 +91,10 @@ def options_from(namespace: argparse.Namespace, schema: type[Schema]) -> Schema:
     """What the flags of a dataclass were given."""
     fields = dataclasses.fields(schema)  # type: ignore[arg-type]
     given = {field.name: getattr(namespace, field.name) for field in fields if hasattr(namespace, field.name)}
-    return schema(**given)
+    try:
+        return schema(**given)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def _flag(name: str) -> str:

@@ -50,6 +50,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         events.add_argument(f"--{name}-column", required=True)
     events.add_argument("--time-unit", required=True, choices=TIME_UNITS)
     events.add_argument("--event-features", type=_names, default=(), metavar="A,B", help="kept as features")
+    events.add_argument(
+        "--split-features",
+        type=_pair,
+        nargs="+",
+        default=(),
+        metavar="A=|",
+        help="features of text with several values in one, and what stands between these",
+    )
     events.add_argument("--target-expression", metavar="SQL", help="the event's weight as a target; 0 is context only")
     events.add_argument("--where", metavar="SQL", help="keep only such events")
     events.add_argument("--min-user-events", type=int, default=1)
@@ -78,10 +86,18 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
+def _pair(text: str) -> tuple[str, str]:
+    name, _, delimiter = text.partition("=")
+    if not name or not delimiter:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a column and a delimiter, A=|")
+    return name, delimiter
+
+
 def make_source(args: argparse.Namespace, scratch: str) -> Source:
     """What the command line describes: its flags are named like the parameters of the source's function."""
     function = getattr(sources, args.source.replace("-", "_"))
     given = {**vars(args), "path": args.input, "scratch": scratch}
+    given["split_features"] = dict(given.get("split_features", ()))
     source: Source = function(**{name: given[name] for name in inspect.signature(function).parameters})
     return source
 

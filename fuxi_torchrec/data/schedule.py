@@ -12,9 +12,11 @@ from typing import Literal
 import numpy as np
 
 from fuxi_torchrec.events.batching import batch_ends
+from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.histories import Ints, bounds_of
 from fuxi_torchrec.schema import Record
 
+_MOST, _MOST_STREAMS = 2**40, 2**16  # each stream costs time in every step, and memory
 Truncation = Literal["recent", "windows"]
 
 
@@ -53,8 +55,12 @@ class Plan:
             raise ValueError("give one of batch_events and batch_users, not both and not neither")
         for name in ("max_length", "batch_events", "batch_users", "num_streams", "shuffle_blocks"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+            if value is not None and not 1 <= value <= _MOST:
+                bound = "at least 1" if value < 1 else f"at most {_MOST}"
+                raise ValueError(f"{name} must be {bound}, not {value}")
+        if self.num_streams > _MOST_STREAMS:
+            what = f"num_streams (batch.streams) must be at most {_MOST_STREAMS}, not {self.num_streams}"
+            raise ValueError(f"{what}: there need be no more than ranks")
         if self.truncation not in ("recent", "windows"):
             raise ValueError(f"truncation must be 'recent' or 'windows', not {self.truncation!r}")
 
@@ -90,7 +96,7 @@ def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
     """The streams of a rank: a range, so that it reads neighbouring rows."""
     if world_size > num_streams:
         cure = "raise num_streams (batch.streams)"
-        raise ValueError(f"{world_size} ranks need at least as many streams, there are {num_streams}: {cure}")
+        raise DataError(f"{world_size} ranks need at least as many streams, there are {num_streams}: {cure}")
     return range(num_streams * rank // world_size, num_streams * (rank + 1) // world_size)
 
 
@@ -103,7 +109,8 @@ def turns(num_streams: int) -> list[int]:
     """
     bits = (num_streams - 1).bit_length()
     mirrored = [int(f"{stream:0{bits}b}"[::-1], 2) for stream in range(num_streams)]
-    return [sorted(mirrored).index(value) for value in mirrored]
+    turn = {value: n for n, value in enumerate(sorted(mirrored))}
+    return [turn[value] for value in mirrored]
 
 
 class Schedule:

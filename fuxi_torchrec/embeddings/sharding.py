@@ -33,11 +33,12 @@ from torchrec.distributed.types import ShardingPlan, ShardingType
 from fuxi_torchrec.config import OptimizerConfig, Sharding
 from fuxi_torchrec.distributed import World, check_same, raise_on_all_ranks
 from fuxi_torchrec.embeddings.tables import Table, Tables, table_of
+from fuxi_torchrec.errors import FuxiError
 
 _ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
 
 
-class ShardingError(ValueError):
+class ShardingError(FuxiError, ValueError):
     """Tables that cannot be sharded as asked."""
 
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch.distributed as dist
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.evaluation.loading import Loaded, own_dataset
-from fuxi_torchrec.events.filesystem import read_bytes
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.times import NAMES, PER_SECOND, YEAR, parse_time, show_time
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
@@ -166,7 +167,9 @@ class _Exporter(ExportJob):
             for name in (feature.name for feature in self.features if feature.vocabulary):
                 dataset = own_dataset(run.config, run.info, run.dataset, name)
                 file = f"{FEATURES}/{name}.parquet"
-                (self.directory / file).write_bytes(read_bytes(dataset.file(f"feature-{name}.parquet")))
+                values = dataset.feature_values(name)
+                table = pa.table({"value": values, "index": pa.array(np.arange(1, len(values) + 1))})
+                parquet.write_table(self.directory / file, table)
                 self.wrote(file)
 
         run_on_rank_0(self.world, "writing features", work)

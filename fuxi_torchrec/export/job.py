@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec.evaluation.loading import Loaded
-from fuxi_torchrec.export.bundle import FileEntry, describe_file
+from fuxi_torchrec.export.bundle import FileEntry, IdType, describe_file
 from fuxi_torchrec.export.options import ExportOptions
 
 
@@ -42,7 +42,7 @@ def plain_ids(ids: pa.Array) -> pa.Array:
     return ids.cast(pa.int64() if pa.types.is_integer(ids.type) else pa.string())
 
 
-def id_type(kind: pa.DataType) -> str:
+def id_type(kind: pa.DataType) -> IdType:
     """A type of ids in the manifest."""
     return "int64" if pa.types.is_integer(kind) else "string"
 

@@ -5,6 +5,8 @@ from typing import Literal
 
 from fuxi_torchrec.options import check_bounds, option
 
+Verify = Literal["checksums", "sizes"]  # of an export's files, before they are first used
+
 
 @dataclass(frozen=True)
 class ExportOptions:

@@ -8,6 +8,7 @@ being written when the machine stopped fails its checksum and is reported by :me
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import ExportError
+from fuxi_torchrec.schema import Record, read_json
 
 MAGIC = b"FUXISTAT"
 VERSION = 1
@@ -24,6 +26,19 @@ HEADER_BYTES = 4096
 TRAILER_BYTES = 8  # crc32 and flags, uint32 each, little-endian
 
 Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class _Header(Record):
+    """What a file of states says of itself."""
+
+    model_id: str
+    record_bytes: int
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if not 0 < self.record_bytes < 2**40:
+            raise ValueError(f"record_bytes must be positive, not {self.record_bytes}")
 
 
 class StateFile:
@@ -50,9 +65,7 @@ class StateFile:
     def create(path: str | Path, model_id: str, record_bytes: int) -> "StateFile":
         """A new file without records; it must not exist."""
         path = Path(path)
-        if record_bytes < 1:
-            raise ValueError(f"record_bytes must be positive, not {record_bytes}")
-        about = json.dumps({"version": VERSION, "model_id": model_id, "record_bytes": record_bytes}).encode()
+        about = json.dumps(asdict(_Header(model_id, record_bytes))).encode()
         try:
             with path.open("xb") as file:
                 file.write((MAGIC + about).ljust(HEADER_BYTES, b"\0"))
@@ -71,23 +84,18 @@ class StateFile:
             raise ExportError(f"{path}: the states cannot be read: {error.strerror}") from None
         if len(header) < HEADER_BYTES or not header.startswith(MAGIC):
             raise ExportError(f"{path}: not a file of states, or cut short: export again")
-        try:
-            about = json.loads(header[len(MAGIC) :].rstrip(b"\0"))
-            version, found_id, found_bytes = about["version"], about["model_id"], about["record_bytes"]
-        except (ValueError, KeyError, TypeError):
-            raise ExportError(f"{path}: the header is damaged: export again") from None
-        if version != VERSION:
-            raise ExportError(f"{path}: states of version {version}, this software reads {VERSION}: export again")
-        if model_id is not None and found_id != model_id:
+        text = header[len(MAGIC) :].rstrip(b"\0")
+        about = read_json(_Header, text, path, ExportError, "export again", version=("version", VERSION))
+        if model_id is not None and about.model_id != model_id:
             raise ExportError(
-                f"{path}: states of model {found_id}, not of {model_id}: a new model makes all states worthless, "
+                f"{path}: states of model {about.model_id}, not of {model_id}: a new model makes all states worthless, "
                 "export again"
             )
-        if record_bytes is not None and found_bytes != record_bytes:
+        if record_bytes is not None and about.record_bytes != record_bytes:
             raise ExportError(
-                f"{path}: states of {found_bytes} bytes, this encoder's have {record_bytes}: export again"
+                f"{path}: states of {about.record_bytes} bytes, this encoder's have {record_bytes}: export again"
             )
-        return StateFile(path, found_id, found_bytes)
+        return StateFile(path, about.model_id, about.record_bytes)
 
     def close(self) -> None:
         """Let go of the file."""

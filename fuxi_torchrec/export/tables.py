@@ -10,14 +10,15 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from fuxi_torchrec import strict_yaml
+from fuxi_torchrec.artifacts import follow_umask
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.export.bundle import ENCODER, ITEM_TABLE, ITEMS, OTHER_ITEMS, TABLES, ExportError, FileEntry, scaled
 from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
 from fuxi_torchrec.export.parts import part_name
@@ -38,6 +39,7 @@ def write_tables(job: ExportJob) -> None:
                 file.truncate(size)
             state = detached(job.run.encoder).state_dict()
             save_file({name: value.contiguous() for name, value in state.items()}, job.directory / ENCODER)
+            follow_umask(job.directory / ENCODER)
             job.wrote(ENCODER)
     dist.barrier()
     with raise_on_all_ranks("writing the tables"), path.open("r+b") as file:
@@ -92,7 +94,7 @@ def write_items(job: ExportJob) -> int:
         dim = part.tensor.shape[1]
         ids = plain_ids(vocabulary.ids)
         schema = pa.schema({"item_id": ids.type, "index": pa.int32(), "embedding": pa.list_(pa.float32(), dim)})
-        with pq.ParquetWriter(job.directory / name, schema) as writer:
+        with parquet.Writer(job.directory / name, schema) as writer:
             for begin in range(0, len(part.tensor), _ITEM_ROWS):
                 rows = part.tensor[begin : begin + _ITEM_ROWS].detach()
                 index = np.arange(part.first_row + begin, part.first_row + begin + len(rows))
@@ -103,7 +105,7 @@ def write_items(job: ExportJob) -> int:
                     raise ExportError(f"{job.run.checkpoint}: the item table holds values that are not finite")
                 embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.numpy().reshape(-1)), dim)
                 columns = [ids.take(pa.array(index - 1)), pa.array(index, pa.int32()), embedding]
-                writer.write_table(pa.table(columns, schema=schema))
+                writer.write(pa.table(columns, schema=schema))
                 count += len(index)
         job.wrote(name)
     return summed(count)
@@ -120,7 +122,7 @@ def write_other_items(job: ExportJob) -> None:
     ids = plain_ids(there.ids)
     known = plain_ids(job.run.vocabulary.ids).filter(pa.array(job.run.items.known[1:]))
     others = pc.and_(pa.array(there.counts > 0), pc.invert(pc.is_in(ids, value_set=known)))
-    pq.write_table(pa.table({"item_id": ids.filter(others)}), job.directory / OTHER_ITEMS)
+    parquet.write_table(job.directory / OTHER_ITEMS, pa.table({"item_id": ids.filter(others)}))
     job.wrote(OTHER_ITEMS)
 
 

@@ -230,10 +230,10 @@ class LiveUsers:
 def _feature_column(feature: Feature, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:
     """Values of a feature; 0 for what the export does not know, as events of an earlier export's log may have."""
     values = [(event.features or {}).get(feature.name) for event in events]
-    if known is not None:
-        return np.array([known.get(value, 0) if isinstance(value, str) else 0 for value in values], np.int64)
 
     def index(value: Any) -> int:
+        if known is not None:
+            return known.get(value, 0) if isinstance(value, str) else 0
         return value if isinstance(value, int) and 0 <= value < rows else 0
 
     if not feature.multiple:

@@ -11,13 +11,14 @@ import numpy as np
 from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
+from fuxi_torchrec.export.options import Verify
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.appending import Appender
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, feature_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.log_filter import LogFilter
-from fuxi_torchrec.serving.options import RecommenderOptions, Search, Verify
+from fuxi_torchrec.serving.options import RecommenderOptions, Search
 from fuxi_torchrec.serving.replay import replay
 from fuxi_torchrec.serving.requests import (
     Answer,

@@ -139,14 +139,15 @@ def _model(name: str, doc: str | None, fields: Fields, base: type[BaseModel] = _
 
 
 def _features(recommender: Recommender) -> Any:
-    """Features of an event, by name; the fields have names of our own, since a class cannot have every one."""
+    """Features of an event, by name, what requests.Checks takes, or null for one that is not given.
+
+    The fields have names of our own, since a class cannot have every one.
+    """
     fields: Fields = {}
     for number, feature in enumerate(recommender.manifest.features):
         rows = recommender.feature_rows.get(feature.name)
-        if rows is None:
-            kind, default = _IDS["string"] | None, None
-        else:
-            value = _between(0, rows - 1)
-            kind, default = (_LIST[value], []) if feature.multiple else (value, 0)
-        fields[f"feature_{number}"] = (kind, Field(default, alias=feature.name))
+        kind = Annotated[str, Field(max_length=2048)] if rows is None else _between(0, rows - 1)
+        if feature.multiple:
+            kind = kind | _LIST[kind]
+        fields[f"feature_{number}"] = (kind | None, Field(None, alias=feature.name))
     return _model("Features", None, fields)

@@ -12,7 +12,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_CLOSING = {"Connection": "close"}  # a body that was not read is in the way of the next request
+CLOSING = {"Connection": "close"}  # a body that was not read is in the way of the next request
 
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -67,9 +67,9 @@ class Guard:
             await self.app(scope, receive, send)
         elif not self._may(given.get(b"authorization", b"")):
             said = "the bearer token is missing or wrong"
-            await problem(401, said, {"WWW-Authenticate": "Bearer", **_CLOSING})(scope, receive, send)
+            await problem(401, said, {"WWW-Authenticate": "Bearer", **CLOSING})(scope, receive, send)
         elif length.isdigit() and int(length) > self.body_bytes:
-            await problem(413, self._too_large(), _CLOSING)(scope, receive, send)
+            await problem(413, self._too_large(), CLOSING)(scope, receive, send)
         else:
             await self.app(scope, self._counted(receive), send)
 
@@ -87,7 +87,7 @@ class Guard:
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
-                raise HTTPException(413, self._too_large(), _CLOSING)
+                raise HTTPException(413, self._too_large(), CLOSING)
             return message
 
         return counted

@@ -35,6 +35,7 @@ PROBLEMS = {
     400: "The body cannot be read",
     401: "The bearer token is missing or wrong",
     413: "The body is too large",
+    415: "The body does not come as JSON",
     422: "The body is not as described",
     503: "Too many requests are waiting, or nothing can be written",
 }
@@ -56,6 +57,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         return FastAPI.openapi(app)
 
     app.openapi = description  # type: ignore[method-assign]
+    app.state.metrics = service.metrics
     _answer_problems(app)
     app.add_middleware(
         Guard,
@@ -70,7 +72,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
 
 def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed: bool) -> None:
     # for the description; the guard asks for the token, before there is a body
-    asks: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]} if closed else {}
+    asks = [Depends(HTTPBearer(auto_error=False))] if closed else []
     refused = (401,) if closed else ()
 
     def post(path: str, answer: Callable[[Any], Awaitable[Any]], body: type[BaseModel], result: type) -> None:
@@ -78,8 +80,8 @@ def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed:
             return await answer(body)
 
         route.__annotations__["body"], route.__name__ = body, answer.__name__
-        responses = _problems(400, 413, 422, 503, *refused)
-        app.post(path, response_model=result, responses=responses, **asks)(route)
+        responses = _problems(400, 413, 415, 422, 503, *refused)
+        app.post(path, response_model=result, responses=responses, dependencies=[*asks, Depends(_as_json)])(route)
 
     post("/recommend", service.recommend, models.recommend, models.recommendations)
     post("/recommend-history", service.recommend_history, models.recommend_history, models.recommendations)
@@ -87,7 +89,16 @@ def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed:
     post("/forget", service.forget, models.forget, bodies.Forgotten)
     app.get("/health", responses=_problems(503))(service.health)
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-    app.get("/metrics", response_class=Response, responses={**text, **_problems(*refused)}, **asks)(service.prometheus)
+    responses = {**text, **_problems(*refused)}
+    app.get("/metrics", response_class=Response, responses=responses, dependencies=asks)(service.prometheus)
+
+
+def _as_json(request: Request) -> None:
+    """Only what says that it is JSON is read as such: no other page in a browser may send that unasked."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        sent = f"the body is sent as {kind}" if kind else "the request has no Content-Type"
+        raise HTTPException(415, f"{sent}: send JSON, with the header Content-Type: application/json")
 
 
 def _problems(*codes: int) -> dict[int | str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import OnBadRows, quote
 from fuxi_torchrec.events.sources import FILE, ROW, Source, of_log
 from fuxi_torchrec.events.times import bounds, check_time, last_event
-from fuxi_torchrec.export.bundle import FEATURES, ITEMS, OTHER_ITEMS, Bundle, Manifest
+from fuxi_torchrec.export.bundle import Bundle, Manifest
 from fuxi_torchrec.export.parts import ID_TYPES, combined
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, ItemIds, feature_values
@@ -81,7 +81,6 @@ def read_events(
 
     The export's files that this needs are checked first.
     """
-    bundle.check(ITEMS, FEATURES, OTHER_ITEMS)
     manifest, values = bundle.manifest, feature_values(bundle)
     log = manifest.log.with_columns(**vars(columns or LogColumns()))
     log = replace(
@@ -95,7 +94,7 @@ def read_events(
             since = "export" if content.about == about_of(manifest) else "before"
             table, forgotten = _stored_events(content, str(path), manifest, values)
             database.load(_OWN, table)
-            log = replace(log, user=_USER, item=_ITEM, time=_TIME, where=None, target=None, columns={})
+            log = replace(log, user=_USER, item=_ITEM, time=_TIME, where=None, target=None, split={}, columns={})
             source = Source((str(path),), _OWN, log, len(table) + 1)
         else:
             source = of_log(str(path), log)
@@ -158,8 +157,12 @@ def _stored_events(content: Content, path: str, manifest: Manifest, texts: Value
         ROW: pa.array(range(len(events)), pa.int64()),
     }
     for feature in manifest.features:
-        kind = pa.string() if feature.name in texts else pa.list_(pa.int64()) if feature.multiple else pa.int64()
-        columns[feature.name] = pa.array([(event.features or {}).get(feature.name) for event in events], kind)
+        kind, values = pa.string() if feature.name in texts else pa.int64(), [event.features or {} for event in events]
+        found = [given.get(feature.name) for given in values]
+        if feature.multiple:  # one value may stand alone
+            kind = pa.list_(kind)
+            found = [value if value is None or isinstance(value, list | tuple) else [value] for value in found]
+        columns[feature.name] = pa.array(found, kind)
     return pa.table(columns), pa.array([row.user for row in content.forgotten], ID_TYPES[manifest.user_id_type])
 
 
@@ -180,10 +183,12 @@ def _implausible(database: Database, path: str, manifest: Manifest) -> dict[str,
 
 def _feature(column: pa.ChunkedArray, feature: Feature, known: dict[str, int] | None, rows: int) -> Column:
     """A missing value is 0, or no values; one that the model has no row for is 0."""
-    if known is not None:
-        return np.array([known.get(value, 0) for value in column.to_pylist()], np.int64)
     flat = pc.list_flatten(column) if feature.multiple else column
-    values: Ints = flat.to_numpy().astype(np.int64)
+    values: Ints
+    if known is not None:
+        values = np.array([known.get(value, 0) for value in flat.to_pylist()], np.int64)
+    else:
+        values = flat.to_numpy().astype(np.int64)
     unknown = values >= rows
     if unknown.any():
         said = "feature column %s has %d values beyond %d, which the model does not know: they count as 0"

@@ -19,10 +19,8 @@ from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.histories import Histories, Ints, covered
 from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import (
-    ENCODER,
     HISTORIES,
     STATES,
-    TABLES,
     USERS,
     Bundle,
     ExportError,
@@ -77,7 +75,6 @@ class RefreshRun:
     ) -> None:
         self.bundle, self.manifest, self.place = bundle, bundle.manifest, place
         self.as_of, self.requery_all, self.summary, self.progress = as_of, requery_all, summary, progress
-        bundle.check(ENCODER, TABLES)
         self.model = UserModel(bundle)
         self.new, self.clock = new, summary.timed
         self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
@@ -97,7 +94,6 @@ class RefreshRun:
         events, ids, renewed = self._wanted_events()
         numbers = [part_number(path) for path in self.bundle.parts(USERS)]
         with self.clock("reading"):
-            self.bundle.check(USERS)
             members = [read_users(self._path(USERS, number), (), embedding=False).ids for number in numbers]
         again = pa.array(_mask(ids, renewed))  # they start anew, as users that are not there
         # where each touched user is
@@ -158,7 +154,7 @@ class RefreshRun:
     # --- a part ------------------------------------------------------------------------------------------------------
 
     def _path(self, folder: str, number: int, ending: str = "parquet") -> Path:
-        return self.bundle.path / part_name(folder, number, ending)
+        return self.bundle.file(part_name(folder, number, ending))
 
     def _part(
         self,
@@ -219,7 +215,6 @@ class RefreshRun:
     def _histories(self, number: int, users: Users) -> Histories:
         path = self._path(HISTORIES, number)
         with self.clock("reading"):
-            self.bundle.check(part_name(HISTORIES, number))
             histories = read_histories(path, users.ids, self.manifest.features)
         if not np.array_equal(histories.lengths, users.events):
             raise ExportError(f"{path}: lengths are not those in users/: export again")

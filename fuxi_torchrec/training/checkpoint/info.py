@@ -8,6 +8,7 @@ from typing import Any
 from fuxi_torchrec import __version__
 from fuxi_torchrec.artifacts import crc32_of, write_atomically
 from fuxi_torchrec.data.schedule import Position
+from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.schema import Record, read_json
 
 FORMAT = 2
@@ -16,7 +17,7 @@ LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
 _DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(FuxiError, RuntimeError):
     """A checkpoint that cannot be written or read."""
 
 
