@@ -128,7 +128,7 @@ def refused(workers, run_dir, settings, kind, *words, world=2, both=False, prepa
     found = workers(world).run(attempt, run_dir, settings, prepare, *arguments)
     assert None not in found, found
     kinds = {name for name, _ in found}
-    assert kind in kinds and kinds <= {kind, "PeerError"}, found
+    assert kind in kinds and kinds <= {kind, "PeerError", "PeerRefusedError"}, found
     if both:
         assert kinds == {kind}
     for _, message in found:  # reports hold the message
@@ -276,7 +276,7 @@ def test_a_broken_row_that_only_one_process_reads(workers, run, data, tmp_path, 
     other = broken_copy(data, tmp_path / "set")
     settings = changed(f"data.path={other}", "train.max_steps=40", "checkpoint.every_steps=null")
     found = workers(2).run(attempt, run, settings)
-    assert [kind for kind, _ in found] == ["PeerError", "DataError"]
+    assert [kind for kind, _ in found] == ["PeerRefusedError", "DataError"]
     assert "row 59: an item is not in 1 .. 50" in found[1][1]
     assert "reading training data failed on 1 of 2 ranks: rank 1: " in found[0][1] and found[1][1] in found[0][1]
     after = snapshot(run)
