@@ -3,8 +3,8 @@
     python -m pipelines.refresh --export DIR --events NEW --output DIR2
         [--as-of T] [--requery-all] [--forget FILE] [--user-column C --item-column C --time-column C]
 
-NEW is a CSV or Parquet file, a directory, a glob, or the log directory of a Recommender. It is read as the log was that
-the export's dataset was made from: the manifest says how.
+NEW is a CSV or Parquet file, a directory, a glob, or the directory of a Recommender's store. It is read as the log was
+that the export's dataset was made from: the manifest says how.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.refresh", description=__doc__.splitlines()[0])
     parser.add_argument("--export", required=True, type=Path, metavar="DIR", help="the export to begin with")
-    parser.add_argument("--events", required=True, metavar="NEW", help="file, directory, glob, or a service's log")
+    parser.add_argument("--events", required=True, metavar="NEW", help="file, directory, glob, or a service's store")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR2", help="the new export")
     parser.add_argument("--as-of", metavar="T", help="when users are queried: ISO or a number; the latest event's time")
     parser.add_argument("--requery-all", action="store_true", help="query all users, not only those with new events")

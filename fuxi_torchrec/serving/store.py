@@ -33,6 +33,7 @@ _TABLES = {
     "state": "CREATE TABLE state (version, export, commits, rows, checksums, erased, checksum)",
 }
 _INSERT = "INSERT INTO {} VALUES (?, ?, ?, ?, ?, ?, ?)"
+_UPDATE = "UPDATE state SET version = ?, export = ?, commits = ?, rows = ?, checksums = ?, erased = ?, checksum = ?"
 
 
 class Row(NamedTuple):
@@ -59,8 +60,10 @@ class State(NamedTuple):
     checksums: int = 0
     erased: int = 0
 
-    def plus(self, checksums: Sequence[int], sign: int = 1) -> "State":
-        return self._replace(rows=self.rows + sign * len(checksums), checksums=self.checksums + sign * sum(checksums))
+    def after(self, new: Sequence[int], gone: Sequence[int] = ()) -> "State":
+        """A commit later, with rows of these checksums more and less."""
+        rows, checksums = self.rows + len(new) - len(gone), self.checksums + sum(new) - sum(gone)
+        return State(self.version, self.export, self.commits + 1, rows, checksums, self.erased)
 
 
 class Content(NamedTuple):
@@ -199,8 +202,8 @@ class Store:
     def append(self, events: Iterable[Event]) -> None:
         """Add events, in one commit."""
         rows = [
-            Row(seq, one.user_id, one.item_id, int(one.timestamp), json.dumps(one.features) if one.features else None)
-            for seq, one in enumerate(events, self._last + 1)
+            (seq, user, item, int(time), json.dumps(features) if features else None, 1)
+            for seq, (user, item, time, features, _) in enumerate(events, self._last + 1)
         ]
         if rows:
             self._change((), rows, self._state)
@@ -220,24 +223,22 @@ class Store:
         if not busy:  # nobody reads what was before; otherwise the next start does it again
             self._change((), (), self._state._replace(erased=0))
 
-    def _change(self, users: Sequence[UserId] | None, new: Sequence[Row], state: State) -> None:
+    def _change(self, users: Sequence[UserId] | None, new: Iterable[tuple[Any, ...]], state: State) -> None:
         """Delete everything of users, or everything, and add rows, in one commit that leads to a state."""
-        rows, database = [_summed(row) for row in new], self._database
+        rows, gone, database = [_summed(row) for row in new], list[int](), self._database
         with self._reported():
             database.execute("BEGIN IMMEDIATE")
             if users is None:
                 database.execute("DELETE FROM events")
             elif users:
-                gone = "FROM events WHERE user IN (SELECT value FROM json_each(?))"
-                given = (json.dumps(list(users)),)
-                state = state.plus([each for (each,) in database.execute(f"SELECT checksum {gone}", given)], -1)
-                database.execute(f"DELETE {gone}", given)
+                those, given = "FROM events WHERE user IN (SELECT value FROM json_each(?))", (json.dumps(users),)
+                gone = [checksum for (checksum,) in database.execute(f"SELECT checksum {those}", given)]
+                database.execute(f"DELETE {those}", given)
             database.executemany(_INSERT.format("events"), rows)
-            state = state.plus([row[-1] for row in rows])._replace(commits=state.commits + 1)
-            database.execute("DELETE FROM state")
-            database.execute(_INSERT.format("state"), _summed(state))
+            state = state.after([row[-1] for row in rows], gone)
+            database.execute(_UPDATE, _summed(state))
             database.execute("COMMIT")
-        self._state, self._last = state, max([self._last, *(row.seq for row in new)])
+        self._state, self._last = state, max([self._last, *(row[0] for row in rows)])
         self._acknowledge()
 
     @contextlib.contextmanager

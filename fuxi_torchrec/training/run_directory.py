@@ -148,11 +148,15 @@ class RunDirectory:
 
     def larger_peaks(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Those of an earlier start of the run, where they are larger than a new summary's."""
-        try:
-            before = json.loads((self.path / SUMMARY).read_text())
-        except (OSError, json.JSONDecodeError):
+        path = self.path / SUMMARY
+        if not path.exists():
             return {}
-        return {name: before[name] for name in PEAKS if before.get(name, 0) > summary[name]}
+        try:
+            before = json.loads(path.read_bytes())
+            return {name: before[name] for name in PEAKS if before[name] > summary[name]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning("%s: not a summary, it is written anew: %r", path, error)
+            return {}
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 
@@ -166,10 +170,10 @@ class RunDirectory:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(errors="replace").splitlines():
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue  # cut short when the process was killed, or damaged
+            except (ValueError, KeyError, TypeError, RecursionError):  # cut short when the process was killed
+                logger.warning("%s: line %d is no entry, and left out: %.80s", path, number, line)
         write_atomically(path, "".join(kept))
