@@ -120,5 +120,5 @@ def test_a_link_out_of_the_dataset_is_not_followed(dataset, tmp_path):
 
 
 def test_no_path_at_all_is_told_by_its_key():
-    with pytest.raises(DataError, match="data.path is not set"):
+    with pytest.raises(DataError, match=r"data\.path is not set"):
         Dataset.open("")
