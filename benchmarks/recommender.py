@@ -127,8 +127,8 @@ def opening(other: Path, scratch: Path) -> tuple[str, list[Aim], Any]:
     table = harness.table(["before, s", "now, s", "now / before"], [[f"{old:.2f}", f"{new:.2f}", f"{new / old:.2f}"]])
     text = (
         f"An export of {OPENED:,} items (d = 64, flat index) from `Recommender.load` to the first answer, files "
-        f"verified as by default; commit {against.commit(other)} (*before*) against this one (*now*), the best of {OPENINGS} "
-        f"each, taken in turn, the files in the system's cache.\n\n{table}"
+        f"verified as by default; commit {against.commit(other)} (*before*) against this one (*now*), the best of "
+        f"{OPENINGS} each, taken in turn, the files in the system's cache.\n\n{table}"
     )
     return text, [Aim("opening: this over the other", new / old, OPEN_AIM, at_most=True)], found
 
