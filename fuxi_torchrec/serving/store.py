@@ -28,6 +28,7 @@ from fuxi_torchrec.serving.requests import Event, UserId
 VERSION = 1
 STORE_FILE, MARK_FILE = "events.sqlite", "acknowledged"
 _MARK = struct.Struct("<QI")  # number of the last row, crc32
+_PAGE = 1024  # bytes: a commit of an event writes a page or two
 _WAIT = 10.0  # seconds, for a process that reads
 _TABLES = {
     "events": "CREATE TABLE events (seq INTEGER PRIMARY KEY, user, item, time, features, live, checksum)",
@@ -194,6 +195,7 @@ class Store:
         """What is in it; a new one is for an export."""
         if not self.path.exists():
             with replace_file(self.path) as aside, contextlib.closing(_connect(aside, "mode=rwc")) as database:
+                database.execute(f"PRAGMA page_size = {_PAGE}")
                 database.execute("PRAGMA journal_mode = WAL")
                 for sql in _TABLES.values():
                     database.execute(sql)

@@ -191,7 +191,7 @@ def test_an_acknowledged_commit_that_the_write_ahead_log_lost_is_missed(tmp_path
     store.close()
     log = tmp_path / "d" / f"{STORE_FILE}-wal"
     data = bytearray(log.read_bytes())
-    data[-2000] ^= 4  # in the last commit: SQLite takes it for one that was not finished
+    data[-200] ^= 4  # in the last commit: SQLite takes it for one that was not finished
     log.write_bytes(data)
     with pytest.raises(
         ExportError, match=r"until \d+ of \d+ acknowledged ones are there .*events.sqlite-wal is damaged"

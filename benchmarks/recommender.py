@@ -1,9 +1,9 @@
-"""Appending to a Recommender: this checkout against another one, in one run.
+"""A Recommender of this checkout against one of another, in one run: appending, and opening an export.
 
     git worktree add ../old COMMIT
-    python -m benchmarks.append ../old
+    python -m benchmarks.recommender ../old [--only append,open]
 
-Exit code 1 if this one is slower by more than a twentieth.
+Exit code 1 if this one is slower than it may be.
 """
 
 import argparse
@@ -26,35 +26,45 @@ from fuxi_torchrec.serving.tests.random_export import DemoExport, write_demo_exp
 
 TURNS = 40
 LEAST = 0.95  # of the other one's speed
+OPENED, OPENINGS, OPEN_AIM = 1_000_000, 3, 1.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both in turn and write the ratios down."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.append", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recommender", description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path, nargs="?", help="another checkout of this repository")
-    parser.add_argument("--here", type=Path, help=argparse.SUPPRESS)  # in a child
+    parser.add_argument("--only", default="append,open")
+    parser.add_argument("--here", nargs=2, metavar=("WHAT", "PLACE"), help=argparse.SUPPRESS)  # in a child
     options = parser.parse_args(arguments)
     if options.here:
-        append_rates(options.here)
+        what, place = options.here
+        {"append": append_rates, "write": write_large, "open": open_large}[what](Path(place))
         return 0
     if options.other is None or not (options.other / "fuxi_torchrec").is_dir():
         parser.error(f"{options.other}: no checkout of this repository")
-    return harness.run_sections("serving", {"append": partial(append, options.other.resolve())}, ["append"], "")
+    sections: dict[str, harness.Section] = {
+        name: partial(section, options.other.resolve()) for name, section in (("append", append), ("open", opening))
+    }
+    return harness.run_sections("serving", sections, options.only.split(","), "")
+
+
+def sides(other: Path) -> dict[str, Path]:
+    """The other checkout, and this one."""
+    return {"other": other, "this": Path(__file__).resolve().parents[1]}
 
 
 def append(other: Path, scratch: Path) -> tuple[str, list[Aim], Any]:
     """Acknowledged events a second of this checkout and another one, in short turns: the disk may be others' too."""
     best: dict[str, dict[str, float]] = {"other": {}, "this": {}}
-    places = {"other": other, "this": Path(__file__).resolve().parents[1]}
     children = {
         side: subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), "--here", str(scratch / side)],
+            [sys.executable, str(Path(__file__).resolve()), "--here", "append", str(scratch / side)],
             env={**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for side, place in places.items()
+        for side, place in sides(other).items()
     }
     for _ in range(TURNS):
         for side, child in children.items():
@@ -102,6 +112,39 @@ def append_rates(scratch: Path) -> None:
             print(json.dumps(rates | {"one caller, 100 events each": rate(10, 100)}), flush=True)
     with Recommender.load(scratch, read_only=True) as recommender:
         assert recommender.info()["recent_events"] == told
+
+
+def opening(other: Path, scratch: Path) -> tuple[str, list[Aim], Any]:
+    """Seconds from an export on disk to its first answer, of both in turn; each has written its own."""
+    found: dict[str, list[float]] = {"other": [], "this": []}
+    command = [str(Path(__file__).resolve()), "--here"]
+    for side, place in sides(other).items():
+        against.run(place, [*command, "write", str(scratch / side)])
+    for _ in range(OPENINGS):
+        for side, place in sides(other).items():
+            found[side].append(float(against.run(place, [*command, "open", str(scratch / side)]).splitlines()[-1]))
+    old, new = (min(found[side]) for side in ("other", "this"))
+    table = harness.table(["before, s", "now, s", "now / before"], [[f"{old:.2f}", f"{new:.2f}", f"{new / old:.2f}"]])
+    text = (
+        f"An export of {OPENED:,} items (d = 64, flat index) from `Recommender.load` to the first answer, files "
+        f"verified as by default; commit {against.commit(other)} (*before*) against this one (*now*), the best of {OPENINGS} "
+        f"each, taken in turn, the files in the system's cache.\n\n{table}"
+    )
+    return text, [Aim("opening: this over the other", new / old, OPEN_AIM, at_most=True)], found
+
+
+def write_large(place: Path) -> None:
+    """An export of many items."""
+    model = DemoExport().model | {"dim": 64}
+    write_demo_export(place, DemoExport(items=OPENED, users=64, model=model))
+
+
+def open_large(place: Path) -> None:
+    """Say how long it takes to the first answer."""
+    began = time.perf_counter()
+    with Recommender.load(place, read_only=True) as recommender:
+        recommender.recommend([0], recommender.manifest.as_of, k=10)
+        print(time.perf_counter() - began)
 
 
 if __name__ == "__main__":
