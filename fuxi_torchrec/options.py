@@ -40,7 +40,7 @@ def add_encoder_option(parser: argparse.ArgumentParser) -> None:
             raise argparse.ArgumentTypeError(str(error)) from None
         return kind
 
-    what = "an encoder of your own that the files may name: they are not followed to code by themselves"
+    what = "an encoder of your own that the files may name; by default none is imported because a file names it"
     parser.add_argument("--encoder", type=imported, metavar="package.module:Class", help=what)
 
 

@@ -1,5 +1,6 @@
 """Exact evaluation: equal to counting, from any checkpoint on any number of ranks; and what is refused."""
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -7,6 +8,8 @@ import sys
 
 import pytest
 
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.tests.small import describe
 from fuxi_torchrec.schema import sealed
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
@@ -140,13 +143,11 @@ def test_checkpoints_that_cannot_be_used_are_refused(workers, trained, tmp_path)
     refused(workers, run, "another version of this software")
 
 
-def test_bad_options_are_refused_before_the_work(trained, tmp_path, capsys):
-    from pipelines.evaluate import main
-
-    run = ["--run-dir", str(trained / "row_wise")]
-    assert main([*run, "--users", "-1"]) == 1
-    assert capsys.readouterr().err.strip() == "evaluate: --users must be at least 1, not -1"
-    command = [sys.executable, "-m", "pipelines.evaluate", *run, "--output", tmp_path / "nowhere" / "e.json"]
+def test_bad_options_are_refused_before_the_work(trained, tmp_path):
+    command = [sys.executable, "-m", "pipelines.evaluate", "--run-dir", str(trained / "row_wise")]
+    done = subprocess.run([*command, "--users", "-1"], capture_output=True, text=True, timeout=110)
+    assert (done.returncode, done.stderr) == (1, "evaluate: --users must be at least 1, not -1\n")
+    command += ["--output", tmp_path / "nowhere" / "e.json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert done.returncode and "there is no directory" in done.stderr and "nowhere" in done.stderr
     assert "evaluated" not in done.stderr and "processes" not in done.stderr
@@ -183,8 +184,8 @@ def test_other_data_is_refused_or_matched_by_raw_ids(workers, trained, tmp_path,
 def test_times_of_another_unit_are_refused(workers, trained, tmp_path, data):
     other = tmp_path / "set"
     shutil.copytree(data, other)
-    about = json.loads((other / "dataset.json").read_text())
-    (other / "dataset.json").write_text(json.dumps({**about, "log": {**about["log"], "time_unit": "ms"}}))
+    made = Dataset.open(other)
+    describe(made, log=dataclasses.replace(made.info.log, time_unit="ms"))
     refused(workers, trained / "row_wise", "times are in ms, the run's in s", data=str(other), allow_other_data=True)
 
 

@@ -1,5 +1,6 @@
 """What training refuses or survives: every process fails, soon, says why, and what was on disk stays as it was."""
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from fuxi_torchrec.config import load_config
 from fuxi_torchrec.data.dataset import Dataset
-from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows, replace_table
+from fuxi_torchrec.data.tests.small import describe, make_dataset, random_histories, replace_rows, replace_table
 from fuxi_torchrec.evaluation.validation import validate
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.training.checkpoint.info import named
@@ -300,10 +301,8 @@ def test_a_run_is_not_resumed_with_something_else(
     workers, run, data, tmp_path, expected, items, seed, unit, overrides, kind, words
 ):
     other = tmp_path / "other"
-    make_dataset(other, random_histories(seed, users=60, longest=30, items=ITEMS), items=items)
-    description = json.loads((other / "dataset.json").read_text())
-    description["log"]["time_unit"] = unit
-    (other / "dataset.json").write_text(json.dumps(description))
+    made = make_dataset(other, random_histories(seed, users=60, longest=30, items=ITEMS), items=items)
+    describe(made, log=dataclasses.replace(made.info.log, time_unit=unit))
     before = snapshot(run)
     settings = changed(f"data.path={other}", "train.max_steps=6", *overrides)
     refused(workers, run, settings, kind, *words)

@@ -4,10 +4,8 @@
 """
 
 import dataclasses
-import json
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit, last_time
 from fuxi_torchrec.events.vocabulary import COLUMNS as VOCABULARY
 from fuxi_torchrec.events.vocabulary import Vocabulary
-from fuxi_torchrec.schema import Record, read_json
+from fuxi_torchrec.schema import Record, read_json, sealed
 
 VERSION = 3
 INFO = "dataset.json"
@@ -56,7 +54,6 @@ class DatasetInfo(Record):
         skipped_rows: of the log, by reason.
         source: how it was made.
         fingerprint: of the contents.
-        crc32: of all the rest, in the file.
     """
 
     version: int
@@ -74,7 +71,6 @@ class DatasetInfo(Record):
     skipped_rows: dict[str, int]
     source: dict[str, Any]
     fingerprint: str
-    crc32: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         counts = {"users": self.users, "events": self.events, **self.skipped_rows, **self.length_histogram}
@@ -102,18 +98,12 @@ class DatasetInfo(Record):
         return self.log.time_unit
 
     def to_json(self) -> str:
-        return json.dumps({**dataclasses.asdict(self), "crc32": self._crc32()}, indent=1) + "\n"
-
-    def _crc32(self) -> int:
-        return zlib.crc32(json.dumps({**dataclasses.asdict(self), "crc32": 0}).encode())
+        return sealed(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str | bytes, where: str) -> "DatasetInfo":
         """Back from :meth:`to_json`; ``where`` is for messages."""
-        info = read_json(DatasetInfo, text, where, DataError, _ADVICE, version=("version", VERSION))
-        if info.crc32 != info._crc32():
-            raise DataError(f"{where}: it was changed after it was written: put it back, or {_ADVICE}")
-        return info
+        return read_json(DatasetInfo, text, where, DataError, _ADVICE, version=("version", VERSION), seal=True)
 
 
 @dataclass(frozen=True)
