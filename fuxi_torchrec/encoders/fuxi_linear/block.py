@@ -18,6 +18,8 @@ from fuxi_torchrec.encoders.fuxi_linear.channels import (
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
 from fuxi_torchrec.encoders.norms import layer_norm, rms_norm
+from fuxi_torchrec.ops import backends
+from fuxi_torchrec.ops.native import block as native
 
 # What a block keeps of B users: a tensor per channel, by the channel's name.
 BlockState = dict[str, Tensor]
@@ -73,7 +75,10 @@ class Block(nn.Module):
 
     def merge(self, x_TD: Tensor, u: Tensor, ys: Sequence[Tensor]) -> Tensor:
         """Norm and gate the channels' rows, mix them, and run the feed-forward network."""
-        gated = torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u
+        return self.mix(x_TD, torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u)
+
+    def mix(self, x_TD: Tensor, gated: Tensor) -> Tensor:
+        """From the gated channels to the block's output."""
         # not addmm: it rounds onto the residual at every step of the sum when there are one or two rows
         z = self.dropout(gated) @ self.out_proj + x_TD
         linear, gate = (self.dropout(rms_norm(z)) @ self.ffn_in).chunk(2, dim=-1)
@@ -91,6 +96,8 @@ class Block(nn.Module):
 
         ``state`` is the one before each user's first row; zero if None.
         """
+        if form == "chunkwise" and len(self.channels) == 3 and backends.native_block(x_TD):
+            return self._native(x_TD, sequences, state, with_state)
         u, columns = self.project(x_TD)
         ys, after = [], {}
         for name, channel, rows in self._with(columns):
@@ -99,6 +106,25 @@ class Block(nn.Module):
             if with_state:
                 after[name] = cast(Tensor, final)
         return self.merge(x_TD, u, ys), after
+
+    def _native(
+        self, x_TD: Tensor, sequences: Sequences, state: BlockState | None, with_state: bool
+    ) -> tuple[Tensor, BlockState]:
+        """The same as :meth:`forward`, all channels and their merge in one operator."""
+        assert self.retention is not None and self.temporal is not None and self.positional is not None
+        temporal_log = self.temporal.log_decay()
+        parameters = native.Parameters(
+            self.retention.log_decay(),
+            temporal_log,
+            *self.temporal.gain_and_skip(temporal_log),
+            self.positional.kernel,
+            *self.positional.gain_and_skip(),
+        )
+        events = native.Events(sequences.bounds, *sequences.phases, sequences.ticks_T, sequences.start_B)
+        before = None if state is None else native.Memory(**state)
+        projection = self.norm(x_TD) @ self.in_proj
+        gated, after = native.block(projection, events, parameters, before, self.official, with_state)
+        return self.mix(x_TD, gated), {} if after is None else after._asdict()
 
     def final_state(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
         """The state after each user's last row, where the block's output is not needed; without gradients."""
