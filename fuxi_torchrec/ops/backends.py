@@ -12,8 +12,16 @@ from torch import Tensor
 
 from fuxi_torchrec.ops import native
 
-BEST = ""  # the fastest there is
-_wanted = BEST
+_wanted = ""  # the fastest there is
+_found: native.Found | None = None
+
+
+def found() -> native.Found:
+    """The native kernels, loaded at the first call."""
+    global _found
+    if _found is None:
+        _found = native.load()
+    return _found
 
 
 def available() -> list[str]:
@@ -23,13 +31,8 @@ def available() -> list[str]:
         >>> "torch" in available()
         True
     """
-    sets = native.instruction_sets()
+    sets = found().instruction_sets
     return ["torch", *(["native"] if sets else []), *(f"native-{name}" for name in sets)]
-
-
-def missing() -> str:
-    """In a line, why there are no native kernels; empty if there are."""
-    return native.load()
 
 
 @contextmanager
@@ -41,10 +44,9 @@ def use(name: str) -> Iterator[None]:
         ...     native_block(torch.zeros(1))
         False
     """
-    global _wanted
     if name not in available():
-        because = missing()
-        raise ValueError(f"no backend {name!r} here, only {', '.join(available())}{': ' + because if because else ''}")
+        because = found().missing
+        raise ValueError(f"no backend {name!r} here, only {', '.join(available())}{because and ': ' + because}")
     before = _wanted
     _set(name)
     try:
@@ -56,8 +58,8 @@ def use(name: str) -> Iterator[None]:
 def _set(name: str) -> None:
     global _wanted
     _wanted = name
-    if native.instruction_sets():
-        native.choose(name.removeprefix("native").removeprefix("-") if name.startswith("native") else "")
+    if found().instruction_sets:
+        native.choose(name.removeprefix("native-") if name.startswith("native-") else "")
 
 
 def native_block(like: Tensor) -> bool:
@@ -67,5 +69,18 @@ def native_block(like: Tensor) -> bool:
         and like.device.type == "cpu"
         and like.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
-        and native.ready()
+        and not found().missing
     )
+
+
+def native_decode(like: Tensor) -> bool:
+    """Whether a query or an append of one event runs in native kernels, which have no gradients.
+
+    Not in an exported program: it is run where this package's operators are not known.
+    """
+    return native_block(like) and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
+
+
+def onednn_product(like: Tensor) -> bool:
+    """Whether products of such rows run in oneDNN: where the CPU is one that MKL does not use well."""
+    return native_block(like) and found().onednn

@@ -1,6 +1,6 @@
 """One block: norm, one projection, three channels, gated merge, multi-stage feed-forward network."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
 from fuxi_torchrec.encoders.norms import layer_norm, rms_norm
 from fuxi_torchrec.ops import backends
 from fuxi_torchrec.ops.native import block as native
+from fuxi_torchrec.ops.product import product
 
 # What a block keeps of B users: a tensor per channel, by the channel's name.
 BlockState = dict[str, Tensor]
@@ -33,6 +34,7 @@ class Block(nn.Module):
 
     def __init__(self, config: FuXiLinearConfig, shared_decay: TemporalChannel | None = None) -> None:
         super().__init__()
+        backends.found()  # loaded now, and not while a compiler looks on
         d, hidden = config.dim, config.hidden_dim
         self.official = config.preset == "official"
         self.norm = layer_norm if self.official else rms_norm
@@ -77,12 +79,12 @@ class Block(nn.Module):
         """Norm and gate the channels' rows, mix them, and run the feed-forward network."""
         return self.mix(x_TD, torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u)
 
-    def mix(self, x_TD: Tensor, gated: Tensor) -> Tensor:
+    def mix(self, x_TD: Tensor, gated: Tensor, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
         """From the gated channels to the block's output."""
         # not addmm: it rounds onto the residual at every step of the sum when there are one or two rows
-        z = self.dropout(gated) @ self.out_proj + x_TD
-        linear, gate = (self.dropout(rms_norm(z)) @ self.ffn_in).chunk(2, dim=-1)
-        return (linear * F.silu(gate)) @ self.ffn_out + z
+        z = times(self.dropout(gated), self.out_proj) + x_TD
+        linear, gate = times(self.dropout(rms_norm(z)), self.ffn_in).chunk(2, dim=-1)
+        return times(linear * F.silu(gate), self.ffn_out) + z
 
     def forward(
         self,
@@ -122,9 +124,20 @@ class Block(nn.Module):
         )
         events = native.Events(sequences.bounds, *sequences.phases, sequences.ticks_T, sequences.start_B)
         before = None if state is None else native.Memory(**state)
-        projection = self.norm(x_TD) @ self.in_proj
+        projection = product(self.norm(x_TD), self.in_proj)
         gated, after = native.block(projection, events, parameters, before, self.official, with_state)
-        return self.mix(x_TD, gated), {} if after is None else after._asdict()
+        return self.mix(x_TD, gated, product), {} if after is None else after._asdict()
+
+    def decode_parameters(self) -> list[Tensor]:
+        """As :class:`fuxi_torchrec.ops.native.decode.Weights` has them; every channel must be on."""
+        assert self.retention is not None and self.temporal is not None and self.positional is not None
+        temporal, positional = self.temporal, self.positional
+        nothing = self.in_proj.new_empty(0)
+        mix = (nothing, nothing) if temporal.alpha is None or temporal.beta is None else (temporal.alpha, temporal.beta)
+        return [
+            *(self.in_proj, self.out_proj, self.ffn_in, self.ffn_out, self.retention.decay, temporal.raw_decay()),
+            *(*mix, positional.kernel, positional.alpha, positional.beta),
+        ]
 
     def final_state(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
         """The state after each user's last row, where the block's output is not needed; without gradients."""

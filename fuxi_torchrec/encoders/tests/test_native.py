@@ -17,7 +17,7 @@ LENGTHS = [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 # (dim, heads, scales, kernel width): usual ones, and some that fill no vector
 SHAPES = [(64, 2, 4, 32), (32, 4, 8, 16), (16, 1, 1, 6), (12, 3, 3, 2), (30, 5, 3, 10), (150, 2, 5, 34), (8, 8, 2, 4)]
 
-pytestmark = pytest.mark.skipif(not KERNELS, reason=f"no native kernels: {backends.missing()}")
+pytestmark = pytest.mark.skipif(not KERNELS, reason=f"no native kernels: {backends.found().missing}")
 
 
 class Case:

@@ -6,6 +6,7 @@ sources, or that this machine or this torch cannot load gives a reason in a line
 
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -14,50 +15,42 @@ from fuxi_torchrec.ops.native.build import HERE, LIBRARY, digest
 _REBUILD = "run make setup, or python -m fuxi_torchrec.ops.native.build"
 
 
-def load(path: Path = HERE / LIBRARY) -> str:
-    """Load the library, once; why that is impossible, or nothing."""
-    return _load(path)
+class Found(NamedTuple):
+    """What this machine has.
+
+    Attributes:
+        missing: why there are no kernels; empty if there are.
+        instruction_sets: those that the kernels were compiled for and the machine has, the fastest first.
+        onednn: whether torch has oneDNN and the CPU AVX-512 that MKL leaves unused, as those not made by Intel.
+    """
+
+    missing: str
+    instruction_sets: tuple[str, ...] = ()
+    onednn: bool = False
 
 
 @cache
-def _load(path: Path) -> str:
+def load(path: Path = HERE / LIBRARY) -> Found:
+    """Load the library, once."""
     if not path.exists():
-        return f"{path.name} was not built: {_REBUILD}"
+        return Found(f"{path.name} was not built: {_REBUILD}")
     try:
         torch.ops.load_library(path)
         built_from = torch.ops.fuxi_torchrec.sources()
     except (OSError, RuntimeError, AttributeError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return f"{path.name} cannot be loaded ({why}): {_REBUILD}"
+        return Found(f"{path.name} cannot be loaded ({why}): {_REBUILD}")
     if built_from != digest():
-        return f"{path.name} was built from other sources: {_REBUILD}"
-    from fuxi_torchrec.ops.native import block
+        return Found(f"{path.name} was built from other sources: {_REBUILD}")
+    from fuxi_torchrec.ops.native import block, decode
 
     block.register()
-    return ""
-
-
-_ready: bool | None = None
-
-
-def ready() -> bool:
-    """Whether the operators can be called."""
-    global _ready
-    if _ready is None:
-        _ready = not load()
-    return _ready
-
-
-def instruction_sets() -> list[str]:
-    """Those that the kernels were compiled for and this machine has, the fastest first; empty without kernels."""
-    return str(torch.ops.fuxi_torchrec.instruction_sets(_chosen)).split() if ready() else []
-
-
-_chosen = ""
+    decode.register()
+    sets = tuple(torch.ops.fuxi_torchrec.instruction_sets("").split())
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return Found("", sets, has_onednn and torch.ops.fuxi_torchrec.prefers_onednn())
 
 
 def choose(instruction_set: str) -> None:
     """Use the kernels of one instruction set; the fastest if empty."""
-    global _chosen
     torch.ops.fuxi_torchrec.instruction_sets(instruction_set)
-    _chosen = instruction_set

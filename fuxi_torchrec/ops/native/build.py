@@ -76,11 +76,12 @@ def build(target: Path, sanitize: bool = False) -> None:
     flags = [*_FLAGS, *(_SANITIZE if sanitize else [])]
     with tempfile.TemporaryDirectory() as directory:
         commands = {
-            "operators": [
-                *(str(HERE / "operators.cpp"), "-isystem", str(torch / "include")),
+            name: [
+                *(str(HERE / f"{name}.cpp"), "-isystem", str(torch / "include")),
                 *(f"-DTORCH_TARGET_VERSION={_OLDEST_TORCH}", f'-DSOURCES="{digest()}"'),
                 *(["-DHAS_X86"] if x86 else []),
             ]
+            for name in ("operators", "decode")
         }
         for name, its_flags in sets.items():
             commands[name] = [str(HERE / "kernels.cpp"), f"-DISA={name}", *its_flags]

@@ -1,6 +1,7 @@
 // The kernels of one instruction set: compiled once for each, with -DISA=avx512|avx2|plain and the flags for it.
 #include "kernels.h"
 
+#include "decode.h"
 #include "merge.h"
 #include "positional.h"
 #include "retention.h"
@@ -40,9 +41,18 @@ static void backward_rows(const Shape& shape, const Inputs& in, const Backward& 
   merge_rows_backward(shape, in, out, first, end);
 }
 
+static int64_t decode_scratch(const Shape& shape, const Decode& all, int64_t users) {
+  return round_up(DecodeScratch::floats(shape, all.hidden, users) * (int64_t)sizeof(float), 64);
+}
+
+static void decode(const Shape& shape, const Decode& all, int64_t first, int64_t end, char* memory) {
+  decode_users(shape, all, first, end, memory);
+}
+
 #define NAME_OF(x) #x
 #define NAME(x) NAME_OF(x)
 extern const Kernels kernels;
-const Kernels kernels = {NAME(ISA), scratch, forward_unit, forward_rows, backward_rows, backward_unit};
+const Kernels kernels = {NAME(ISA), scratch, forward_unit, forward_rows, backward_rows, backward_unit,
+                         decode_scratch, decode};
 
 }  // namespace ISA

@@ -97,6 +97,33 @@ struct Sums {
   float* table;        // (positions, kernel)
 };
 
+// --- decoding: one event of each user through all blocks ---------------------------------------------------------------
+
+struct Layer {
+  const float *in_proj, *out_proj, *ffn_in, *ffn_out;
+  const float* lambda;                            // (H)
+  const float *temporal_gain, *temporal_skip;     // (2 scales)
+  const double* temporal_decay;                   // (B, scales) to the next event
+  const float* table;                             // (positions, kernel)
+  float positional_gain, positional_skip;
+  // states before the event, and where those after it go; null if they are not wanted
+  const float *retention, *positional;
+  const double* temporal;
+  float *retention_after, *positional_after;
+  double* temporal_after;
+};
+
+struct Decode {
+  const Layer* layers;
+  int64_t count, hidden;    // layers, width of the feed-forward network
+  const float* rows;        // (B, d) as they enter the first block
+  const int64_t* position;  // (B) rows of the tables
+  const bool* waiting;      // (B) whether there is an event
+  const float* key;         // (B, scales, 2)
+  const float* query;       // (B, 2 scales, 2)
+  float* output;            // (B, d); null if only states are wanted
+};
+
 struct Kernels {
   const char* name;
   int64_t (*scratch)(const Shape&);  // bytes a thread needs
@@ -105,4 +132,6 @@ struct Kernels {
   void (*backward_rows)(const Shape&, const Inputs&, const Backward&, int64_t first, int64_t end);
   void (*backward_unit)(const Shape&, const Inputs&, const Backward&, const Sums&, int64_t user, int64_t unit,
                         char* scratch);
+  int64_t (*decode_scratch)(const Shape&, const Decode&, int64_t users);
+  void (*decode)(const Shape&, const Decode&, int64_t first, int64_t end, char* scratch);  // users first .. end − 1
 };

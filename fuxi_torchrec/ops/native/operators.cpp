@@ -1,17 +1,6 @@
-// The operators, on torch's stable ABI: one library serves several versions of torch. Tensors are checked here, so that
-// the kernels never leave them.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-#include <array>
-#include <optional>
-#include <string>
-#include <tuple>
-#include <vector>
-
-#include "kernels.h"
-#include "parallel.h"
+// The operators, on torch's stable ABI: one library serves several versions of torch. Here: which instruction set runs,
+// and the fused block.
+#include "operators.h"
 
 #define DECLARE(isa)              \
   namespace isa {                 \
@@ -24,10 +13,6 @@ DECLARE(avx512)
 #endif
 
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Maybe = std::optional<Tensor>;
 
 // --- instruction sets ------------------------------------------------------------------------------------------------
 
@@ -59,48 +44,19 @@ std::string instruction_sets(std::string wanted) {
   return names;
 }
 
+// MKL takes its AVX-512 kernels on Intel's CPUs alone.
+bool prefers_onednn() {
+#ifdef HAS_X86
+  return supported().front() == &avx512::kernels && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 #ifndef SOURCES
 #define SOURCES ""
 #endif
 std::string sources() { return SOURCES; }
-
-// --- checked tensors -------------------------------------------------------------------------------------------------
-
-template <typename T>
-constexpr ScalarType type_of() {
-  if constexpr (std::is_same_v<T, float>) return ScalarType::Float;
-  if constexpr (std::is_same_v<T, double>) return ScalarType::Double;
-  return ScalarType::Long;
-}
-
-// Contiguous tensors, held as long as their pointers are used.
-class Held {
- public:
-  template <typename T>
-  const T* get(const Tensor& tensor, const char* name, std::vector<int64_t> sizes) {
-    STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
-    STD_TORCH_CHECK(tensor.scalar_type() == type_of<T>(), name, " is of the wrong dtype");
-    bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
-    for (size_t n = 0; same && n < sizes.size(); n++) same = tensor.size(static_cast<int64_t>(n)) == sizes[n];
-    STD_TORCH_CHECK(same, name, " is of the wrong shape");
-    tensors_.push_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor));
-    return static_cast<const T*>(tensors_.back().const_data_ptr());
-  }
-  template <typename T>
-  const T* get(const Maybe& tensor, const char* name, std::vector<int64_t> sizes) {
-    return tensor.has_value() ? get<T>(*tensor, name, std::move(sizes)) : nullptr;
-  }
-
- private:
-  std::vector<Tensor> tensors_;
-};
-
-template <typename T>
-Tensor made(const Tensor& like, std::vector<int64_t> sizes, T** data) {
-  Tensor tensor = torch::stable::new_empty(like, sizes, type_of<T>());
-  *data = static_cast<T*>(tensor.mutable_data_ptr());
-  return tensor;
-}
 
 // --- the fused block -------------------------------------------------------------------------------------------------
 
@@ -158,6 +114,17 @@ std::vector<int64_t> kept(const Shape& s, bool keep, int64_t size) {
   return {keep ? s.events / CHUNK + s.users : 0, size};
 }
 
+// Zero where no chunk's state is: outputs are then the same every time.
+template <typename T>
+void clear_unused(const Shape& s, const Inputs& in, T* states, int64_t size) {
+  for (int64_t user = 0, next = 0; user <= s.users; user++) {
+    const bool behind = user == s.users;
+    const int64_t first = behind ? s.events / CHUNK + s.users : in.first_chunk(user);
+    std::fill_n(states + next * size, (first - next) * size, T(0));
+    if (!behind) next = first + (in.offsets[user + 1] - in.offsets[user] + CHUNK - 1) / CHUNK;
+  }
+}
+
 using Eight = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Eight block(Tensor projection, Tensor offsets, Tensor retention_log, Tensor key, Tensor query, Tensor ticks,
@@ -182,7 +149,13 @@ Eight block(Tensor projection, Tensor offsets, Tensor retention_log, Tensor key,
   Tensor retention_after = made(projection, {B, s.heads, s.width(), s.width()}, &out.retention_after);
   Tensor temporal_after = made(projection, {B, 2 * s.scales, 2, s.scale_width()}, &out.temporal_after);
   Tensor positional_after = made(projection, {B, s.kernel, s.dim}, &out.positional_after);
-  if (!keep) saved = {out.gated, nullptr, nullptr, nullptr};
+  if (keep) {
+    clear_unused(s, in, saved.retention, s.retention_state());
+    clear_unused(s, in, saved.temporal, s.temporal_state());
+    clear_unused(s, in, saved.positional, s.positional_state());
+  } else {
+    saved = {out.gated, nullptr, nullptr, nullptr};
+  }
   if (!with_state) out.retention_after = nullptr, out.temporal_after = nullptr, out.positional_after = nullptr;
 
   const Kernels& kernels = *chosen;
@@ -326,14 +299,17 @@ Eleven block_backward(Tensor grad_gated, Maybe grad_retention_after, Maybe grad_
 
 }  // namespace
 
+const Kernels* chosen_kernels() { return chosen; }
+
 #define BLOCK_ARGUMENTS                                                                                               \
   "Tensor projection, Tensor offsets, Tensor retention_log, Tensor key, Tensor query, Tensor ticks, "                \
   "Tensor temporal_log, Tensor temporal_gain, Tensor temporal_skip, Tensor table, Tensor positional_gain, "          \
   "Tensor positional_skip, Tensor? start, Tensor? retention_before, Tensor? temporal_before, "                       \
   "Tensor? positional_before, bool official"
 
-STABLE_TORCH_LIBRARY(fuxi_torchrec, m) {
+STABLE_TORCH_LIBRARY_FRAGMENT(fuxi_torchrec, m) {
   m.def("instruction_sets(str wanted) -> str");
+  m.def("prefers_onednn() -> bool");
   m.def("sources() -> str");
   m.def("block(" BLOCK_ARGUMENTS ", bool with_state, bool keep) -> "
         "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
@@ -345,6 +321,7 @@ STABLE_TORCH_LIBRARY(fuxi_torchrec, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fuxi_torchrec, CompositeExplicitAutograd, m) {
   m.impl("instruction_sets", TORCH_BOX(instruction_sets));
+  m.impl("prefers_onednn", TORCH_BOX(prefers_onednn));
   m.impl("sources", TORCH_BOX(sources));
 }
 

@@ -8,7 +8,9 @@ import torch
 from fuxi_torchrec.encoders.tests.batches import make_batch, make_encoder
 from fuxi_torchrec.ops import backends, native
 
-needs_kernels = pytest.mark.skipif(bool(backends.missing()), reason=f"no native kernels: {backends.missing()}")
+needs_kernels = pytest.mark.skipif(
+    bool(backends.found().missing), reason=f"no native kernels: {backends.found().missing}"
+)
 
 
 def test_torch_is_always_there_and_an_unknown_backend_is_refused_by_name():
@@ -40,13 +42,13 @@ def test_an_encoder_without_a_channel_gives_the_same_on_every_backend(channel):
 
 
 def test_a_missing_library_is_a_reason_in_a_line(tmp_path):
-    reason = native.load(tmp_path / "kernels.so")
+    reason = native.load(tmp_path / "kernels.so").missing
     assert reason.startswith("kernels.so was not built: ") and "\n" not in reason
 
 
 def test_a_library_of_another_machine_or_torch_is_a_reason_in_a_line(tmp_path):
     (tmp_path / "kernels.so").write_bytes(b"\x7fELF of something else")
-    reason = native.load(tmp_path / "kernels.so")
+    reason = native.load(tmp_path / "kernels.so").missing
     assert reason.startswith("kernels.so cannot be loaded (") and "\n" not in reason
 
 
@@ -56,4 +58,4 @@ def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "digest", lambda: "others")
     # loading it twice would define its operators twice: only what it says of itself is asked
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    assert "was built from other sources" in native.load(tmp_path / "kernels.so")
+    assert "was built from other sources" in native.load(tmp_path / "kernels.so").missing
