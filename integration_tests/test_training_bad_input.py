@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.data.tests.small import make_dataset, random_histories
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows, replace_table
 from fuxi_torchrec.evaluation.validation import validate
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.training.run_directory import RunDirectory
 from fuxi_torchrec.training.trainer import Trainer
 from integration_tests.runs import here, losses
@@ -194,8 +196,14 @@ def test_a_copied_run_resumes(workers, run, data, expected):
             "ShardingError",
             ["tables.sharding", "column_wise needs model.dim to be a multiple of 4, not 6"],
         ),
-        (["batch.streams=1"], "ValueError", ["2 ranks need at least as many streams, there are 1"]),
-        (["train.precision=bfloat16"], "ValueError", ["train.precision = bfloat16", "cpu", "take float32"]),
+        (["batch.streams=1"], "DataError", ["2 ranks need at least as many streams, there are 1"]),
+        (["model.dim=65536"], "TrainingError", ["tables, encoder and their optimizer take", "model.dim=", "would fit"]),
+        (
+            ["model.max_positions=134217728", "batch.max_length=32"],
+            "TrainingError",
+            ["GB a rank, a rank has", "model.max_positions=", "would fit"],
+        ),
+        (["train.precision=bfloat16"], "TrainingError", ["train.precision = bfloat16", "cpu", "take float32"]),
         (["data.time_unit=ms"], "DataError", ["times are in s", "data.time_unit = ms"]),
         (["data.min_item_events=100000"], "DataError", ["no item has 100000 training events"]),
         (["features.event={genre: {}}"], "DataError", ["no feature genre", "there are none"]),
@@ -249,18 +257,17 @@ def test_a_row_that_is_broken_from_the_start(workers, tmp_path):
 
 
 def broken_copy(data, path):
-    """The same dataset with a bad item in its last row; the description is the same, too."""
+    """The same dataset with a bad item in its last row, and the same fingerprint."""
     if data is None:
         make_dataset(path, random_histories(0, users=60, longest=30, items=ITEMS), items=ITEMS)
     else:
         shutil.copytree(data, path)
-    file = path / "part-00000.parquet"
-    table = pq.read_table(file)
+    table = pq.read_table(path / "part-00000.parquet")
     column = table.schema.get_field_index("item")
     items = table["item"].to_pylist()
     items[-1][0] = ITEMS + 1
     table = table.set_column(column, "item", pa.array(items, table["item"].type))
-    pq.write_table(table, file, row_group_size=3)
+    replace_rows(Dataset.open(path), table, block_users=3)
     return path
 
 
@@ -307,7 +314,9 @@ def test_other_known_items_are_refused(workers, run, data, expected):
     before = snapshot(run)
     table = pq.read_table(run / "items.parquet")
     known = [False, *table["known"].to_pylist()[1:]]
-    pq.write_table(table.set_column(table.schema.get_field_index("known"), "known", [known]), run / "items.parquet")
+    parquet.write_table(
+        run / "items.parquet", table.set_column(table.schema.get_field_index("known"), "known", [known])
+    )
     settings = changed(f"data.path={data}", "train.max_steps=6")
     refused(workers, run, settings, "CheckpointError", "the known items is", "this is another run")
     (run / "items.parquet").write_bytes(before["items.parquet"])
@@ -351,12 +360,12 @@ def remove_description(checkpoint):
 
 def cut_description(checkpoint):
     os.truncate(checkpoint / "checkpoint.json", 100)
-    return "checkpoint.json: not a readable checkpoint description"
+    return "checkpoint.json: not readable as JSON"
 
 
 def garble_description(checkpoint):
     (checkpoint / "checkpoint.json").write_bytes(b"\xff\xfe{}")
-    return "checkpoint.json: not a readable checkpoint description"
+    return "checkpoint.json: not readable as JSON"
 
 
 def newer_format(checkpoint):
@@ -508,7 +517,7 @@ def test_a_run_that_died_before_its_first_checkpoint_takes_the_dataset_that_is_t
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     items = pq.read_table(tmp_path / "set" / "items.parquet")
     other = items.set_column(0, "item_id", items["item_id"].take(pa.array(range(len(items) - 1, -1, -1))))
-    pq.write_table(other, tmp_path / "set" / "items.parquet")
+    replace_table(Dataset.open(tmp_path / "set"), "items.parquet", other)
     assert workers(2).run(attempt, tmp_path / "run", settings) == [None, None]
     after = pq.read_table(tmp_path / "run" / "items.parquet")
     assert after["item_id"].to_pylist() == before["item_id"].to_pylist()[::-1]

@@ -9,9 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.events.times import PER_SECOND
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from fuxi_torchrec.encoders.base import SequenceEncoder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read(run: Path, which: str | None) -> tuple[SequenceEncoder, int, str]:
+def read(run: Path, which: str | None) -> "tuple[SequenceEncoder, int, str]":
     """The encoder of a run's checkpoint, the ticks of a second, and the checkpoint's name."""
     from fuxi_torchrec.encoders import make_encoder
     from fuxi_torchrec.training.checkpoint.info import find_checkpoint
@@ -49,9 +52,7 @@ def read(run: Path, which: str | None) -> tuple[SequenceEncoder, int, str]:
     checkpoint = find_checkpoint(directory.checkpoints, which)
     weights = read_plain(checkpoint, "encoder.")
     encoder = make_encoder(config.model)
-    encoder.load_state_dict(
-        {name.removeprefix("encoder."): value for name, value in weights.items() if name.startswith("encoder.")}
-    )
+    encoder.load_state_dict({name.removeprefix("encoder."): value for name, value in weights.items()})
     return encoder, PER_SECOND[config.data.time_unit], checkpoint.name
 
 

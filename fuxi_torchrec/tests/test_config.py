@@ -4,6 +4,10 @@ from fuxi_torchrec import FuXiLinearConfig, config, strict_yaml
 from fuxi_torchrec.encoders.tests import causal_mean
 
 
+def printed(arguments):
+    return strict_yaml.print_main(config.Config, "config", arguments)
+
+
 def all_keys(node, prefix=""):
     for key, value in node.items():
         yield from all_keys(value, f"{prefix}{key}.") if isinstance(value, dict) and value else [prefix + key]
@@ -36,16 +40,16 @@ def test_the_keys_are_frozen():
 
 
 def test_the_command_prints_every_default_and_reads_it_back(capsys, tmp_path):
-    assert config.main([]) == 0
+    assert printed([]) == 0
     text = capsys.readouterr().out
     (tmp_path / "all.yaml").write_text(text)
     assert config.load_config(tmp_path / "all.yaml") == config.Config()
-    assert config.main([str(tmp_path / "all.yaml"), "seed=9"]) == 0
+    assert printed([str(tmp_path / "all.yaml"), "seed=9"]) == 0
     assert "seed: 9" in capsys.readouterr().out
 
 
 def test_the_command_reports_bad_settings(capsys):
-    assert config.main(["distributed.timeout_seconds=-1"]) == 1
+    assert printed(["distributed.timeout_seconds=-1"]) == 1
     assert "timeout_seconds must be positive, not -1" in capsys.readouterr().err
 
 
@@ -63,6 +67,36 @@ FLOATS = "optimizer.lr optimizer.weight_decay loss.temperature validation.every_
 def test_numbers_that_are_none_are_refused(key, value):
     with pytest.raises(strict_yaml.ConfigError, match=key.partition(".")[2]):
         config.load_config(None, [f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("batch.streams=2147483648", "streams must be at most 16384, not 2147483648"),
+        ("batch.events=10000000000000", "events must be at most 4294967296"),
+        (f"model.dim={10**24}", "model: dim must be at most 268435456"),
+        ("model.num_layers=100000", "model: num_layers must be at most 1024"),
+        ("loss.num_negatives=99999999999", "num_negatives must be at most"),
+        ("distributed.timeout_seconds=1e300", "timeout_seconds must be at most"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(setting, message):
+    with pytest.raises(strict_yaml.ConfigError) as refused:
+        config.load_config(None, [setting])
+    assert message in str(refused.value)
+
+
+def test_times_may_be_iso_dates():
+    by_time = ["data.split=by_time", "data.time_unit=ms"]
+    data = config.load_config(
+        None, [*by_time, "data.valid_from=1970-01-02", "data.test_from='1970-01-02T00:00:01'"]
+    ).data
+    assert (data.valid_from, data.test_from) == (86_400_000, 86_401_000)
+    assert data == config.load_config(None, [*by_time, "data.valid_from=86400000", "data.test_from=86401000"]).data
+    with pytest.raises(
+        strict_yaml.ConfigError, match="data: 'May' is no time: give a number in milliseconds since 1970"
+    ):
+        config.load_config(None, [*by_time, "data.test_from=May"])
 
 
 def test_a_model_has_the_keys_of_its_kind(tmp_path):

@@ -31,7 +31,7 @@ DEFAULT_EVENTS = 16384
 def split_of(config: DataConfig) -> Split:
     """The split that a configuration asks for."""
     if config.split == "by_time":
-        assert config.test_from is not None
+        assert isinstance(config.test_from, int) and not isinstance(config.valid_from, str)
         return ByTime(config.test_from, config.valid_from)
     return LeaveOneOut(config.fit_on_valid)
 

@@ -9,15 +9,17 @@ from typing import Any, TextIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import lock, replace_file, write_atomically
 from fuxi_torchrec.config import Config, differences, load_config
+from fuxi_torchrec.errors import FuxiError
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.checkpoint.info import Info
 
 logger = get_logger(__name__)
 
@@ -26,7 +28,7 @@ PEAKS = ("peak_memory_mb", "longest_pause_of_a_save")  # of the summary
 PREEMPTED = "preempted"  # a file: the job was preempted, and saved
 
 
-class RunError(RuntimeError):
+class RunError(FuxiError, RuntimeError):
     """A run directory that cannot be used as asked."""
 
 
@@ -104,6 +106,14 @@ class RunDirectory:
             for d in changed:
                 logger.info("resumed with %s = %r, was %r", d.key, d.new, d.old)
 
+    def check_trained(self, config: Config, info: Info, checkpoint: Path) -> None:
+        """Refuse settings that a checkpoint was not trained with: ``config.yaml`` was changed since."""
+        trained = load_config(None, [f"{section}={json.dumps(value)}" for section, value in info.config.items()])
+        changed = [d for d in differences(trained, config) if not d.operational]
+        if changed:
+            told = "; ".join(f"{d.key} is {d.new!r}, {checkpoint.name} was trained with {d.old!r}" for d in changed)
+            raise RunError(f"{self.path / CONFIG}: {told}: put back what the run was trained with")
+
     def write_config(self, config: Config) -> None:
         write_atomically(self.path / CONFIG, strict_yaml.dump(config))
 
@@ -119,15 +129,13 @@ class RunDirectory:
             }
         )
         with replace_file(self.path / ITEMS) as aside:
-            pq.write_table(table, aside)
+            parquet.write_table(aside, table)
 
     def read_items(self) -> KnownItems:
         try:
-            table = pq.read_table(self.path / ITEMS, columns=["count", "known"])
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(
-                f"{self.path / ITEMS}: not readable: {error}: put a copy in its place, or take another --run-dir"
-            ) from None
+            table = parquet.read_table(self.path / ITEMS, ["count", "known"])
+        except DataError as error:
+            raise DataError(f"{error}; put a copy in its place, or take another --run-dir") from None
         known = np.concatenate([[False], table["known"].to_numpy(zero_copy_only=False)])
         return KnownItems(known.astype(bool), np.concatenate([[0], table["count"].to_numpy()]).astype(np.int64))
 
@@ -154,10 +162,10 @@ class RunDirectory:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue  # cut short when the process was killed
+            except (ValueError, KeyError, TypeError, RecursionError):
+                continue  # cut short when the process was killed, or damaged
         write_atomically(path, "".join(kept))

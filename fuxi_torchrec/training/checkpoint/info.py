@@ -8,6 +8,8 @@ from typing import Any
 from fuxi_torchrec import __version__
 from fuxi_torchrec.artifacts import crc32_of, write_atomically
 from fuxi_torchrec.data.schedule import Position
+from fuxi_torchrec.errors import FuxiError
+from fuxi_torchrec.schema import Record, read_json
 
 FORMAT = 2
 INFO = "checkpoint.json"
@@ -15,12 +17,12 @@ LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
 _DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(FuxiError, RuntimeError):
     """A checkpoint that cannot be written or read."""
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(Record):
     """Where a run stands, beside its tensors."""
 
     step: int = 0  # steps trained
@@ -47,7 +49,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Record):
     """What a checkpoint belongs to."""
 
     dataset: str  # fingerprint
@@ -74,7 +76,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Info:
+class Info(Record):
     """What ``checkpoint.json`` says."""
 
     progress: Progress
@@ -137,15 +139,10 @@ def read_info(path: Path) -> Info:
     if not where.exists():
         raise CheckpointError(f"{where} is missing: {_reason(path)}")
     try:
-        plain = json.loads(where.read_text())
-        if plain["format"] != FORMAT:
-            raise CheckpointError(f"{where}: format {plain['format']}, this software reads {FORMAT}")
-        plain["progress"]["position"] = Position(**plain["progress"]["position"])
-        plain["progress"], plain["identity"] = Progress(**plain["progress"]), Identity(**plain["identity"])
-        plain["files"] = {name: tuple(value) for name, value in plain["files"].items()}
-        return Info(**plain)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}; {_DAMAGED}") from None
+        text = where.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror}; {_DAMAGED}") from None
+    return read_json(Info, text, where, CheckpointError, _DAMAGED, version=("format", FORMAT))
 
 
 def _reason(path: Path) -> str:
