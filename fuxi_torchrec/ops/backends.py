@@ -6,6 +6,7 @@ library was built. Results agree to float rounding.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,6 +23,14 @@ def found() -> native.Found:
     if _found is None:
         _found = native.load()
     return _found
+
+
+def load(kernels: Path) -> None:
+    """Take the kernels of another library; it is an error if they cannot be used."""
+    global _found
+    _found = native.load(kernels.resolve())
+    if _found.missing:
+        raise ValueError(_found.missing)
 
 
 def available() -> list[str]:

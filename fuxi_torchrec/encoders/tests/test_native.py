@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
@@ -62,17 +62,24 @@ class Case:
 def check(case):
     values, gradients = case.outcome(torch.float64, "parallel")
     found, found_gradients = case.outcome(torch.float32, "chunkwise")
+    with backends.use("torch"):
+        usual, usual_gradients = case.outcome(torch.float32, "chunkwise")
     for name, wanted in values.items():
-        scale = max(1.0, float(wanted.detach().abs().max())) if wanted.numel() else 1.0
-        torch.testing.assert_close(found[name].double(), wanted, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: n + m)
-    largest = max([1.0, *(float(g.abs().max()) for g in gradients.values() if g.numel())])
+        assert_close(name, found[name], wanted, usual[name], 1e-5)
     for name, wanted in gradients.items():
-        scale = float(wanted.abs().max()) if wanted.numel() else 1.0
-        # a sum that comes to nearly nothing is known to the rounding of what it is a sum of
-        atol = max(1e-4 * scale, 1e-6 * largest)
-        torch.testing.assert_close(
-            found_gradients[name].double(), wanted, rtol=0, atol=atol, msg=lambda m, n=name: f"gradient of {n}: {m}"
+        assert_close(f"gradient of {name}", found_gradients[name], wanted, usual_gradients[name], 1e-4)
+
+
+def assert_close(name, found, wanted, usual, tolerance):
+    """Of the largest value, at least 1; where float32 in torch is worse than that already, no more than a few times."""
+    if wanted.numel():
+        scale, error = (
+            max(1.0, float(wanted.detach().abs().max())),
+            float((usual.double() - wanted).detach().abs().max()),
         )
+        atol = max(tolerance * scale, 4 * error)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=atol, msg=lambda m: f"{name}: {m}")
+    assert found.shape == wanted.shape
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -97,6 +104,7 @@ def test_values_states_and_all_gradients(kernels, preset, shape, initial):
 def test_any_shape_and_any_lengths(kernels, lengths, shape, preset, seed, initial, switches):
     times, heads, scales, half_kernel = shape
     dim = 2 * scales * heads * times
+    assume(dim >= 8)  # a norm over two columns that are nearly equal is no matter of kernels
     with backends.use(kernels):
         check(Case((dim, heads, scales, 2 * half_kernel), lengths, preset, seed, initial, **switches))
 

@@ -122,7 +122,7 @@ struct Step {
     }
     layer.lambda = &lambda[l * shape.heads];
     layer.temporal_gain = &gain[l * 2 * scales], layer.temporal_skip = &skip[l * 2 * scales];
-    layer.temporal_decay = &decay[l * B * scales];
+    layer.temporal_decay = decay.data() + l * B * scales;
   }
 
   void run() {
