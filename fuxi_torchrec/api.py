@@ -97,16 +97,17 @@ def train(
         init_from: start a new run from another run's weights.
     """
     from fuxi_torchrec.config import Config, load_config
+    from fuxi_torchrec.training.run_directory import CONFIG, RunDirectory
 
     if not isinstance(config, Config):
-        own = Path(run_dir) / "config.yaml"
-        config = load_config(config or (own if own.exists() else None), overrides)  # the same on every rank
+        run = RunDirectory(run_dir)
+        own = config is None and (run.path / CONFIG).exists()
+        config = run.read_config(overrides) if own else load_config(config, overrides)  # the same on every rank
     elif overrides:
         raise TypeError("overrides go with a file: a Config has its settings")
     with _group(config) as world:
         from fuxi_torchrec.evaluation.validation import validate
         from fuxi_torchrec.training.interruption import StopRequest
-        from fuxi_torchrec.training.run_directory import RunDirectory
         from fuxi_torchrec.training.trainer import Trainer
 
         with StopRequest().listening() as stop:

@@ -28,6 +28,22 @@ def option(default: Any, help: str, *, metavar: str | None = None, **bounds: flo
     return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, **bounds})
 
 
+def add_encoder_option(parser: argparse.ArgumentParser) -> None:
+    """``--encoder``: the module is imported as the command line is read."""
+
+    def imported(kind: str) -> str:
+        from fuxi_torchrec.encoders.registry import encoder_class
+
+        try:
+            encoder_class(kind)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return kind
+
+    what = "an encoder of your own that the files may name: they are not followed to code by themselves"
+    parser.add_argument("--encoder", type=imported, metavar="package.module:Class", help=what)
+
+
 def check_bounds(record: Any, named: Callable[[str], str] | None = None) -> None:
     """For ``__post_init__``: a ValueError that names the flag if a number is out of the bounds in a field's metadata.
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from fuxi_torchrec import processes
 from fuxi_torchrec.processes import descendants as descendants
+from fuxi_torchrec.training.checkpoint.info import named
 
 ROOT = Path(__file__).parents[1]
 
@@ -109,5 +110,5 @@ def held(run_dir: Path, world: int) -> dict[int, dict[str, int]] | None:
 
 def latest(run_dir: Path) -> int:
     """The step of the last complete checkpoint; -1 if there is none."""
-    pointer = run_dir / "checkpoints" / "latest"
-    return int(pointer.read_text().strip().removeprefix("step-")) if pointer.exists() else -1
+    found = named(run_dir / "checkpoints", "latest")
+    return int(found.name.removeprefix("step-")) if found else -1

@@ -21,6 +21,7 @@ from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows, replace_table
 from fuxi_torchrec.evaluation.validation import validate
 from fuxi_torchrec.events import parquet
+from fuxi_torchrec.training.checkpoint.info import named
 from fuxi_torchrec.training.run_directory import RunDirectory
 from fuxi_torchrec.training.trainer import Trainer
 from integration_tests.runs import here, losses
@@ -128,7 +129,7 @@ def refused(workers, run_dir, settings, kind, *words, world=2, both=False, prepa
     found = workers(world).run(attempt, run_dir, settings, prepare, *arguments)
     assert None not in found, found
     kinds = {name for name, _ in found}
-    assert kind in kinds and kinds <= {kind, "PeerError"}, found
+    assert kind in kinds and kinds <= {kind, "PeerError", "PeerRefusedError"}, found
     if both:
         assert kinds == {kind}
     for _, message in found:  # reports hold the message
@@ -276,7 +277,7 @@ def test_a_broken_row_that_only_one_process_reads(workers, run, data, tmp_path, 
     other = broken_copy(data, tmp_path / "set")
     settings = changed(f"data.path={other}", "train.max_steps=40", "checkpoint.every_steps=null")
     found = workers(2).run(attempt, run, settings)
-    assert [kind for kind, _ in found] == ["PeerError", "DataError"]
+    assert [kind for kind, _ in found] == ["PeerRefusedError", "DataError"]
     assert "row 59: an item is not in 1 .. 50" in found[1][1]
     assert "reading training data failed on 1 of 2 ranks: rank 1: " in found[0][1] and found[1][1] in found[0][1]
     after = snapshot(run)
@@ -494,7 +495,7 @@ def test_a_process_that_hangs_in_a_background_save_is_an_error_for_all(workers, 
 def test_a_failure_waits_for_the_checkpoint_that_is_being_written(workers, data, tmp_path):
     settings = changed(f"data.path={data}", "train.max_steps=8")
     refused(workers, tmp_path, settings, "OSError", "the disk is gone", prepare=fail_reading)
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000000002\n"
+    assert named(tmp_path / "checkpoints", "latest").name == "step-000000002"
 
 
 def test_a_learning_rate_beyond_reason_is_no_number_soon(workers, data, tmp_path):
@@ -557,10 +558,9 @@ def test_a_locked_run_directory_ends_all_programs(run, data):
         lock.write("process 77 on somewhere\n")
         lock.flush()
         done = launch(*TORCHRUN, *TRAIN, run, *changed(f"data.path={data}"))
-    assert done.returncode == 1, done.stdout
-    assert "RunError" in done.stdout
+    assert done.returncode != 0, done.stdout
     assert "is locked by process 77 on somewhere: wait for that job, stop it, or take another --run-dir" in done.stdout
-    assert "PeerError: opening the run directory failed on 1 of 2 ranks: rank 0" in done.stdout
+    assert "Traceback" not in done.stdout
     assert snapshot(run) == before
 
 
@@ -569,5 +569,5 @@ def test_a_missing_dataset_ends_a_launched_job(tmp_path):
     job = ("dist.ddp", "-j", "1x2", *once, "-m", "pipelines.train", "--", "--run-dir", tmp_path / "run")
     done = launch("torchx", "run", *job, *changed(f"data.path={tmp_path / 'missing'}"), timeout=110)
     assert done.returncode == 1, done.stdout
-    assert f"DataError: {tmp_path / 'missing'}: no dataset here: dataset.json is missing" in done.stdout
+    assert f"train: {tmp_path / 'missing'}: no dataset here: dataset.json is missing" in done.stdout
     assert snapshot(tmp_path / "run") == {}

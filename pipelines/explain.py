@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fuxi_torchrec.events.times import PER_SECOND
+from fuxi_torchrec.options import add_encoder_option
 
 if TYPE_CHECKING:  # torch takes seconds to import: not for --help
     from fuxi_torchrec.encoders.base import SequenceEncoder
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True, type=Path, help="directory of the run")
     parser.add_argument("--checkpoint", metavar="best|latest|STEP", help="by default the best one, else the latest")
     parser.add_argument("--output", type=Path, metavar="FILE", help="by default RUN/explain.png")
+    add_encoder_option(parser)
     options = parser.parse_args(arguments)
     output = options.output or options.run_dir / "explain.png"
     try:

@@ -195,9 +195,14 @@ def _wrong(service: _Service, path: str, body: Any, answer: Any, before: int) ->
             now,
             k,
             bool(body.get("exclude_seen", False)),
-            [event.get("features") or {} for event in events],
+            [_given(event.get("features") or {}) for event in events],
         )
     return difference(answer, json.loads(json.dumps(own.to_dict())))
+
+
+def _given(features: dict[str, Any]) -> dict[str, Any]:
+    """Without those that are null: they are not given."""
+    return {name: value for name, value in features.items() if value is not None}
 
 
 FORMATS = [HttpFormat("http-bodies", head=False), HttpFormat("http-headers", head=True)]

@@ -56,7 +56,8 @@ class Plan:
         for name in ("max_length", "batch_events", "batch_users", "num_streams", "shuffle_blocks"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= _MOST:
-                raise ValueError(f"{name} must be at least 1 and at most {_MOST}, not {value}")
+                bound = "at least 1" if value < 1 else f"at most {_MOST}"
+                raise ValueError(f"{name} must be {bound}, not {value}")
         if self.num_streams > _MOST_STREAMS:
             what = f"num_streams (batch.streams) must be at most {_MOST_STREAMS}, not {self.num_streams}"
             raise ValueError(f"{what}: there need be no more than ranks")

@@ -17,7 +17,7 @@ ALLOWED = {
     "machine": set(),
     "artifacts": {"errors"},
     "distributed": {"errors"},
-    "options": {"errors"},
+    "options": {"encoders", "errors"},
     "processes": {"artifacts"},
     "schema": set(),
     "strict_yaml": {"errors", "schema"},

@@ -120,8 +120,6 @@ _COUNTED = ("item_counts", "target_counts", "train_lengths", "users_with")  # of
 
 
 def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
-    if not config.data.path:
-        raise DataError("data.path is not set: name the directory of a prepared dataset, data.path=DIR")
     dataset = Dataset.open(config.data.path)
     if dataset.info.time_unit != config.data.time_unit:
         raise DataError(
