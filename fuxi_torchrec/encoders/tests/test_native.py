@@ -189,3 +189,13 @@ def test_without_gradients_nothing_is_kept():
     with torch.no_grad():
         wanted = encoder(*batch.inputs)
     torch.testing.assert_close(encoder(*batch.inputs), wanted, rtol=0, atol=0)
+
+
+def test_checkpointed_blocks_have_the_same_gradients():
+    batch, results = make_batch([5, 40], dtype=torch.float32), []
+    for again in (False, True):
+        encoder = make_encoder(torch.float32, activation_checkpointing=again).train()
+        y = encoder(batch.x.clone().requires_grad_(), *batch.inputs[1:])
+        results.append(torch.autograd.grad(y.square().sum(), list(encoder.parameters())))
+    for found, wanted in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -136,7 +136,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad_gated: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError('the chunkwise form has no second derivatives: use form="parallel"')
-    kept, tensors = ctx.saved_tensors[:_KEPT], ctx.saved_tensors[_KEPT:]
+    saved = ctx.saved_tensors  # once: a checkpoint computes them again at each reading
+    kept, tensors = saved[:_KEPT], saved[_KEPT:]
     after = others[_KEPT:] if ctx.with_state else (None, None, None)
     if grad_gated is None:
         grad_gated = torch.zeros_like(kept[0])
