@@ -5,7 +5,7 @@ endif
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup doctor lint types unit check integration test test-slurm bench quality fuzz format wheel clean
+.PHONY: help demo setup doctor lint types unit check integration test test-slurm test-native bench quality fuzz format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -39,6 +39,13 @@ integration: setup  ## several processes, real TorchX launches; two files at a t
 test-slurm: setup  ## a real Slurm on this machine alone, and a job through it (root, Debian; not part of test)
 	integration_tests/slurm/run.sh
 
+test-native: setup  ## the native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (not part of test)
+	python -m fuxi_torchrec.ops.native.build --sanitize --output build/sanitized/kernels.so
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+	OMP_NUM_THREADS=1 pytest -n 0 --kernels build/sanitized/kernels.so \
+	fuxi_torchrec/ops/tests/test_backends.py fuxi_torchrec/encoders/tests/test_native.py -k "not other_sources" \
+	fuxi_torchrec/encoders/tests/test_goldens.py fuxi_torchrec/encoders/tests/test_native_operators.py
+
 bench: setup  ## all benchmarks, into benchmarks/RESULTS.md (an hour on an idle machine)
 	python -m benchmarks
 
@@ -52,8 +59,9 @@ format: setup  ## rewrite the sources the way ruff wants them
 	ruff check --fix .
 	ruff format .
 
-wheel: setup  ## build dist/*.whl
-	python -m build --wheel
+wheel: setup  ## build dist/*.whl: one with the native kernels, for this platform, and a pure one
+	python -m build --wheel --no-isolation
+	python -m build --wheel --no-isolation -C--build-option=--pure
 
 clean:  ## remove .venv, caches and builds
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,15 +1,28 @@
 """Fixtures for all tests."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from fuxi_torchrec.ops import backends
 from fuxi_torchrec.worker_group import WorkerGroup
 
 # a busy machine is no failure
 settings.register_profile("any_speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any_speed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--kernels``: a library of native kernels."""
+    parser.addoption("--kernels", type=Path, help="native kernels other than those that are built: make test-native")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load it before any test asks which backends there are."""
+    if path := config.getoption("--kernels"):
+        backends.load(path)
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,11 @@ def install(variant: str) -> None:
             )
 
 
+def build_kernels() -> None:
+    """The native kernels, where a compiler is; without one everything works in torch, and a line says so."""
+    subprocess.run([str(VENV_PYTHON), str(ROOT / "fuxi_torchrec" / "ops" / "native" / "build.py")], cwd=ROOT)
+
+
 def say_torch_build() -> None:
     """Say whether the index gave a CPU or a CUDA build of torch."""
     code = (
@@ -143,6 +148,7 @@ def main() -> None:
     wanted = stamp(variant)
     doctor = [str(VENV_PYTHON), "-m", "fuxi_torchrec.doctor"]
     if STAMP.exists() and STAMP.read_text() == wanted and runs(*doctor, "--quick"):
+        build_kernels()
         say(f"up to date ({variant})")
         return
     say(f"installing the {variant} stack into .venv; this takes a few minutes the first time")
@@ -150,6 +156,7 @@ def main() -> None:
     STAMP.unlink(missing_ok=True)
     install(variant)
     say_torch_build()
+    build_kernels()
     if subprocess.run(doctor, cwd=ROOT).returncode:
         stop("installed, but the doctor found a problem; its lines above say what to do.")
     STAMP.write_text(wanted)

@@ -164,6 +164,14 @@ def check_machine() -> Iterator[Finding]:
     else:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         yield Finding("devices", f"{', '.join(names)}; CUDA {torch.version.cuda} (fuxi_torchrec is untested on GPUs)")
+    from fuxi_torchrec.ops import backends
+
+    kernels = backends.found()
+    if kernels.missing:
+        yield Finding("backends", f"torch; no native CPU kernels: {kernels.missing}")
+    else:
+        products = "; products by oneDNN" if kernels.onednn else ""
+        yield Finding("backends", f"torch, native CPU kernels ({kernels.instruction_sets[0]}){products}")
 
 
 def _first_line(error: Exception) -> str:

@@ -22,7 +22,7 @@ ALLOWED = {
     "schema": set(),
     "strict_yaml": {"errors", "schema"},
     "worker_group": set(),
-    "doctor": {"machine", "worker_group"},
+    "doctor": {"machine", "ops", "worker_group"},
     "ops": set(),
     "encoders": {"ops"},
     "events": {"errors", "logging", "schema"},

@@ -1,6 +1,6 @@
 """One block: norm, one projection, three channels, gated merge, multi-stage feed-forward network."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -18,6 +18,9 @@ from fuxi_torchrec.encoders.fuxi_linear.channels import (
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
 from fuxi_torchrec.encoders.norms import layer_norm, rms_norm
+from fuxi_torchrec.ops import backends
+from fuxi_torchrec.ops.native import block as native
+from fuxi_torchrec.ops.product import product
 
 # What a block keeps of B users: a tensor per channel, by the channel's name.
 BlockState = dict[str, Tensor]
@@ -31,6 +34,7 @@ class Block(nn.Module):
 
     def __init__(self, config: FuXiLinearConfig, shared_decay: TemporalChannel | None = None) -> None:
         super().__init__()
+        backends.found()  # loaded now, and not while a compiler looks on
         d, hidden = config.dim, config.hidden_dim
         self.official = config.preset == "official"
         self.norm = layer_norm if self.official else rms_norm
@@ -73,11 +77,14 @@ class Block(nn.Module):
 
     def merge(self, x_TD: Tensor, u: Tensor, ys: Sequence[Tensor]) -> Tensor:
         """Norm and gate the channels' rows, mix them, and run the feed-forward network."""
-        gated = torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u
+        return self.mix(x_TD, torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u)
+
+    def mix(self, x_TD: Tensor, gated: Tensor, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
+        """From the gated channels to the block's output."""
         # not addmm: it rounds onto the residual at every step of the sum when there are one or two rows
-        z = self.dropout(gated) @ self.out_proj + x_TD
-        linear, gate = (self.dropout(rms_norm(z)) @ self.ffn_in).chunk(2, dim=-1)
-        return (linear * F.silu(gate)) @ self.ffn_out + z
+        z = times(self.dropout(gated), self.out_proj) + x_TD
+        linear, gate = times(self.dropout(rms_norm(z)), self.ffn_in).chunk(2, dim=-1)
+        return times(linear * F.silu(gate), self.ffn_out) + z
 
     def forward(
         self,
@@ -91,6 +98,8 @@ class Block(nn.Module):
 
         ``state`` is the one before each user's first row; zero if None.
         """
+        if form == "chunkwise" and len(self.channels) == 3 and backends.native_block(x_TD):
+            return self._native(x_TD, sequences, state, with_state)
         u, columns = self.project(x_TD)
         ys, after = [], {}
         for name, channel, rows in self._with(columns):
@@ -99,6 +108,36 @@ class Block(nn.Module):
             if with_state:
                 after[name] = cast(Tensor, final)
         return self.merge(x_TD, u, ys), after
+
+    def _native(
+        self, x_TD: Tensor, sequences: Sequences, state: BlockState | None, with_state: bool
+    ) -> tuple[Tensor, BlockState]:
+        """The same as :meth:`forward`, all channels and their merge in one operator."""
+        assert self.retention is not None and self.temporal is not None and self.positional is not None
+        temporal_log = self.temporal.log_decay()
+        parameters = native.Parameters(
+            self.retention.log_decay(),
+            temporal_log,
+            *self.temporal.gain_and_skip(temporal_log),
+            self.positional.kernel,
+            *self.positional.gain_and_skip(),
+        )
+        events = native.Events(sequences.bounds, *sequences.phases, sequences.ticks_T, sequences.start_B)
+        before = None if state is None else native.Memory(**state)
+        projection = product(self.norm(x_TD), self.in_proj)
+        gated, after = native.block(projection, events, parameters, before, self.official, with_state)
+        return self.mix(x_TD, gated, product), {} if after is None else after._asdict()
+
+    def decode_parameters(self) -> list[Tensor]:
+        """As :class:`fuxi_torchrec.ops.native.decode.Weights` has them; every channel must be on."""
+        assert self.retention is not None and self.temporal is not None and self.positional is not None
+        temporal, positional = self.temporal, self.positional
+        nothing = self.in_proj.new_empty(0)
+        mix = (nothing, nothing) if temporal.alpha is None or temporal.beta is None else (temporal.alpha, temporal.beta)
+        return [
+            *(self.in_proj, self.out_proj, self.ffn_in, self.ffn_out, self.retention.decay, temporal.raw_decay()),
+            *(*mix, positional.kernel, positional.alpha, positional.beta),
+        ]
 
     def final_state(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
         """The state after each user's last row, where the block's output is not needed; without gradients."""

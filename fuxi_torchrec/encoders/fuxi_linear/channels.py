@@ -185,11 +185,13 @@ class TemporalChannel(Channel):
             nn.init.normal_(self.alpha, std=0.02)
             nn.init.ones_(self.beta)
 
+    def raw_decay(self) -> Tensor:
+        """w_k, its own or the shared one."""
+        return self._shared[0].raw_decay() if self.decay is None else self.decay
+
     def log_decay(self) -> Tensor:
         """log r_k = θ_k · logsigmoid(w_k), θ_k = 2π/P_k."""
-        if self.decay is None:
-            return self._shared[0].log_decay()
-        raw = at_least_float32(self.decay)
+        raw = at_least_float32(self.raw_decay())
         theta = torch.tensor(self.theta, dtype=raw.dtype, device="cpu").to(raw.device, non_blocking=True)
         return theta * F.logsigmoid(raw)
 

@@ -19,6 +19,8 @@ from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences, temporal_vectors
 from fuxi_torchrec.encoders.fuxi_linear.tiles import Tile, part, tiles
 from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.ops import backends
+from fuxi_torchrec.ops.native import decode
 
 # So many elements, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
 # and are used again; larger ones would be fetched from the system, page by page, every time.
@@ -160,6 +162,8 @@ class FuXiLinearEncoder(SequenceEncoder):
 
     def query_unchecked(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
         """The last block's output of the pending events, queried at a time."""
+        if self._decodes_natively():
+            return decode.query(_pending(state), request_timestamps, self._weights())
         step, rows = self._step(state, request_timestamps), state.pending
         for block, memory in zip(self.layers, state.memory, strict=True):
             rows, _ = block.step_output(rows, step, memory)
@@ -200,8 +204,23 @@ class FuXiLinearEncoder(SequenceEncoder):
             position, ticks, *temporal_vectors(self.config, state.pending_time, next_time_B, state.pending.dtype)
         )
 
+    def _decodes_natively(self) -> bool:
+        config = self.config
+        every = config.use_retention and config.use_temporal and config.use_positional
+        return every and backends.native_decode(self.positions)
+
+    def _weights(self) -> decode.Weights:
+        parameters = [parameter for block in self.layers for parameter in block.decode_parameters()]
+        config = self.config
+        return decode.Weights(parameters, config.temporal_periods, config.preset == "official", config.temporal_phases)
+
     def _append_one(self, state: EncoderState, rows: Tensor, time_B: Tensor) -> EncoderState:
         """One new event for every user: commit the pending one with its real successor, then wait with the new one."""
+        if self._decodes_natively():
+            kept = decode.append(_pending(state), time_B, self._weights())
+            names = tuple(state.memory[0])
+            blocks = tuple(dict(zip(names, kept[n : n + 3], strict=True)) for n in range(0, len(kept), 3))
+            return replace(state, count=state.count + 1, pending=rows, pending_time=time_B.clone(), memory=blocks)
         step, x, after = self._step(state, time_B), state.pending, list[BlockState]()
         waiting_B1 = (state.count > 0).to(rows.dtype).unsqueeze(1)
         for block, memory in zip(self.layers, state.memory, strict=True):
@@ -289,6 +308,11 @@ class FuXiLinearEncoder(SequenceEncoder):
         if self.config.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, sequences, form, state, with_state, use_reentrant=False)
         return block(x, sequences, form, state, with_state)
+
+
+def _pending(state: EncoderState) -> decode.Pending:
+    memory = [block[name] for block in state.memory for name in ("retention", "temporal", "positional")]
+    return decode.Pending(state.count, state.pending_time, state.pending, memory)
 
 
 def _extended(first: Tensor, users: int) -> Tensor:

@@ -97,11 +97,15 @@ class Sequences:
         return self._follow(self.time_T, self.request_B)
 
     @cached_property
+    def ticks_T(self) -> Tensor:
+        """From each event to its successor; 0 for a step back."""
+        return (self.next_time_T - self.time_T).clamp(min=0)
+
+    @cached_property
     def clocks(self) -> tuple[Tensor, Tensor]:
         """The clock that ignores steps back, at each event and at its successor, int64; only differences count."""
-        gap_T = (self.next_time_T - self.time_T).clamp(min=0)
-        next_T = gap_T.cumsum(0)
-        return next_T - gap_T, next_T
+        next_T = self.ticks_T.cumsum(0)
+        return next_T - self.ticks_T, next_T
 
     @cached_property
     def phases(self) -> tuple[Tensor, Tensor]:

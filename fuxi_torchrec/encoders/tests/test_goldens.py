@@ -11,11 +11,19 @@ from fuxi_torchrec.encoders.fuxi_linear.channels import PositionalChannel, Reten
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
 from fuxi_torchrec.encoders.tests import reference
 from fuxi_torchrec.encoders.tests.reference import GOLDENS
+from fuxi_torchrec.ops import backends
 
 PERIODS = geometric_periods(16, 8, 8)
 FORMS = ["chunkwise", "parallel", "recurrent"]
 DTYPES = [torch.float64, torch.float32]
 LAYER = "_fuxi._attention_layers.{}."
+
+
+@pytest.fixture(autouse=True, params=[name for name in backends.available() if name != "native"])
+def backend(request):
+    """Every golden by every backend; the native ones take part in float32."""
+    with backends.use(request.param):
+        yield
 
 
 def load(name):

@@ -1,0 +1,56 @@
+"""The library of C++ kernels: found, loaded once, and its operators known to torch.
+
+It is built by ``make setup`` or ``pip install`` (see :mod:`.build`), never when imported. One that is missing, of other
+sources, or that this machine or this torch cannot load gives a reason in a line, and torch is used.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fuxi_torchrec.ops.native.build import HERE, LIBRARY, digest
+
+_REBUILD = "run make setup, or python -m fuxi_torchrec.ops.native.build"
+
+
+class Found(NamedTuple):
+    """What this machine has.
+
+    Attributes:
+        missing: why there are no kernels; empty if there are.
+        instruction_sets: those that the kernels were compiled for and the machine has, the fastest first.
+        onednn: whether torch has oneDNN and the CPU AVX-512 that MKL leaves unused, as those not made by Intel.
+    """
+
+    missing: str
+    instruction_sets: tuple[str, ...] = ()
+    onednn: bool = False
+
+
+@cache
+def load(path: Path = HERE / LIBRARY) -> Found:
+    """Load the library, once."""
+    if not path.exists():
+        return Found(f"{path.name} was not built: {_REBUILD}")
+    try:
+        torch.ops.load_library(path)
+        built_from = torch.ops.fuxi_torchrec.sources()
+    except (OSError, RuntimeError, AttributeError) as error:
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        return Found(f"{path.name} cannot be loaded ({why}): {_REBUILD}")
+    if built_from != digest():
+        return Found(f"{path.name} was built from other sources: {_REBUILD}")
+    from fuxi_torchrec.ops.native import block, decode
+
+    block.register()
+    decode.register()
+    sets = tuple(torch.ops.fuxi_torchrec.instruction_sets("").split())
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return Found("", sets, has_onednn and torch.ops.fuxi_torchrec.prefers_onednn())
+
+
+def choose(instruction_set: str) -> None:
+    """Use the kernels of one instruction set; the fastest if empty."""
+    torch.ops.fuxi_torchrec.instruction_sets(instruction_set)
