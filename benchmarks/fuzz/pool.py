@@ -5,7 +5,6 @@ import faulthandler
 import os
 import pickle
 import resource
-import select
 import shutil
 import signal
 import struct
@@ -14,6 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -134,7 +134,7 @@ def run(work: Work, things: Sequence[Any], place: Path, jobs: int, seconds: floa
                 workers.append(Worker(work, place / f"worker-{made}"))
                 made += 1
                 workers[-1].give(waiting.popleft())
-            ready, _, _ = select.select([worker.answers for worker in workers], [], [], 0.5)
+            ready = wait([worker.answers for worker in workers], 0.5)
             for worker in list(workers):
                 answer = _answer(worker, worker.answers in ready, seconds)
                 if answer is WORKING:
