@@ -14,7 +14,13 @@ from torch import Tensor
 from fuxi_torchrec.encoders.base import EncoderConfig, SequenceEncoder
 
 DEFAULT_KIND = "fuxi_linear"
-_KINDS = {"fuxi_linear": "fuxi_torchrec.encoders.fuxi_linear.encoder:FuXiLinearEncoder"}
+_HERE = "fuxi_torchrec.encoders."
+_KINDS = {
+    "fuxi_linear": _HERE + "fuxi_linear.encoder:FuXiLinearEncoder",
+    "retnet": _HERE + "retnet:RetNetEncoder",
+    "mamba4rec": _HERE + "mamba4rec:Mamba4RecEncoder",
+    "recblr": _HERE + "recblr:RecBLREncoder",
+}
 
 
 def kinds() -> list[str]:
