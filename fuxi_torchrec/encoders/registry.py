@@ -20,6 +20,8 @@ _KINDS = {
     "retnet": _HERE + "retnet:RetNetEncoder",
     "mamba4rec": _HERE + "mamba4rec:Mamba4RecEncoder",
     "recblr": _HERE + "recblr:RecBLREncoder",
+    "ttt4rec": _HERE + "ttt4rec:TTT4RecEncoder",
+    "tim4rec": _HERE + "tim4rec:TiM4RecEncoder",
 }
 
 

@@ -179,6 +179,9 @@ class StackEncoder(SequenceEncoder):
         with torch.no_grad():
             self.positions.mul_(self.config.dim**-0.5)
 
+    def begin(self, batch: Batch) -> None:
+        """What precedes the first block: something for the batch to keep, or to refuse."""
+
     def finish(self, x_TD: Tensor) -> Tensor:
         """What follows the last block."""
         return x_TD
@@ -196,6 +199,7 @@ class StackEncoder(SequenceEncoder):
         if not len(x):
             return self._nothing(x)
         batch = Batch(bounds, timestamps, request_timestamps)
+        self.begin(batch)
         rows = self._embed(x, batch.position_T)
         for block in self.blocks:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
