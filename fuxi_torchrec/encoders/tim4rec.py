@@ -1,4 +1,4 @@
-"""TiM4Rec (arXiv 2409.16182) as the FuXi-Linear release has it: a state space model whose steps follow the gaps in time.
+"""TiM4Rec (arXiv 2409.16182) as the FuXi-Linear release has it: a state space model whose steps follow gaps in time.
 
 The gaps of a user fill a vector of N slots that is normed, mixed by matrices over the slots and convolved; the result
 scales the step size of every event. Slot n holds the request, and slot n + 1 the way back to zero, which dominates the

@@ -3,7 +3,8 @@
 A head's network maps keys to values. Of a mini-batch of K events, counted from the user's first, every gradient is
 taken at the weights before it; event p reads with the weights less τ_p times the gradients of the mini-batch so far,
 its own included; after K events the step with τ_{K−1} becomes the new start. Inside a mini-batch that is computed for
-all its events at once (the dual form). States hold the way from the learned start, and the sums of the mini-batch under way.
+all its events at once (the dual form). States hold the way from the learned start, and the sums of the mini-batch
+under way.
 
 Shape suffixes beside those of the package: M users of a step, K events of a mini-batch, F head width.
 """
