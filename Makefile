@@ -5,7 +5,7 @@ endif
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup doctor lint types unit check integration test test-slurm bench quality format wheel clean
+.PHONY: help demo setup doctor lint types unit check integration test test-slurm bench quality fuzz format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ test-slurm: setup  ## a real Slurm on this machine alone, and a job through it (
 
 bench: setup  ## all benchmarks, into benchmarks/RESULTS.md (an hour on an idle machine)
 	python -m benchmarks
+
+fuzz: setup  ## damage every file and request that is read, some minutes; CASES of each format, SEED
+	OMP_NUM_THREADS=1 python -m benchmarks.fuzz --cases $(or $(CASES),40) --seed $(or $(SEED),0)
 
 quality: setup  ## a short training on MovieLens-1M against a recorded floor; DATA=path/to/ml-1m, else fetched
 	python -m benchmarks.gate $(if $(DATA),--data "$(DATA)")

@@ -1,20 +1,20 @@
 """Serving: refreshing against encoding again, the latency of an answer, the service under concurrent clients.
 
-    python -m benchmarks.serving [--only refresh,recommend,service]
+    python -m benchmarks.serving [--only refresh,recommend,service,slow]
 
 Exit code 1 if a figure that must be reached is missed.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.harness import Aim
+from benchmarks.slow_clients import AGAIN
 from fuxi_torchrec.events.histories import Histories, bounds_of
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
@@ -43,13 +44,14 @@ MODEL = {
 ITEMS = 100_000
 STORED, NEW = 5_000, 50
 CLIENTS, REQUESTS, ROUNDS = 32, 40, 3  # requests of each client
-REFRESH_AIM, CONSTANT_AIM, BATCHING_AIM = 20.0, 1.2, 3.0
+SLOW = 2_000
+REFRESH_AIM, CONSTANT_AIM, BATCHING_AIM, SLOW_AIM = 20.0, 1.2, 3.0, 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for, publish it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="refresh,recommend,service")
+    parser.add_argument("--only", default="refresh,recommend,service,slow")
     parser.add_argument("--client", nargs=5, metavar=("PORT", "CLIENTS", "REQUESTS", "TIME", "USERS"))
     options = parser.parse_args(arguments)
     if options.client:
@@ -100,26 +102,28 @@ def refresh(scratch: Path) -> tuple[str, list[Aim], Any]:
         chosen = np.arange(users)
         some_new, some_whole = new.select(chosen), whole.select(chosen)
         times = np.full(users, last + 10**6)
-        shutil.copy(scratch / "refresh/states/part-00000.bin", scratch / "states.bin")
-        with StateFile.open(scratch / "states.bin", bundle.manifest.model_id, record, writable=True) as file:
-            original, _ = file.get(chosen)
+        before = StateFile.open(scratch / "refresh/states/part-00000.bin", bundle.manifest.model_id, record)
+        with StateFile.create(scratch / f"states-{users}.bin", bundle.manifest.model_id, record) as written:
 
-            def from_state(file: StateFile = file, chosen: Any = chosen, new: Any = some_new, t: Any = times) -> Any:
-                records, valid = file.get(chosen)
+            def from_state(
+                before: StateFile = before,
+                after: StateFile = written,
+                chosen: Any = chosen,
+                new: Any = some_new,
+                t: Any = times,
+            ) -> Any:
+                records, valid = before.get(chosen)
                 assert valid.all()
                 state: Any = model.append(model.read(records), new)
                 vectors = model.vectors(state, t)
-                file.put(chosen, state.to_bytes())
+                after.append(state.to_bytes())
                 return vectors
-
-            def again(file: StateFile = file, chosen: Any = chosen, original: Any = original) -> None:
-                file.put(chosen, original)
 
             def from_history(whole: Any = some_whole, t: Any = times) -> Any:
                 return model.vectors(model.encode(whole), t)
 
             difference = float((from_state() - from_history()).abs().max())
-            fast, slow = best_of(from_state, from_history, 8 if users == 1 else 2, again)
+            fast, slow = best_of(from_state, from_history, 8 if users == 1 else 2)
         raw[users] = {"from_state": fast, "from_history": slow, "difference": difference}
         rows.append([users, f"{fast * 1e3:.1f}", f"{slow * 1e3:.0f}", f"{slow / fast:.1f}", f"{difference:.1e}"])
     table = harness.table(
@@ -150,9 +154,7 @@ def refresh(scratch: Path) -> tuple[str, list[Aim], Any]:
     )
 
 
-def best_of(
-    one: Callable[[], Any], other: Callable[[], Any], repeats: int, between: Callable[[], Any]
-) -> tuple[float, float]:
+def best_of(one: Callable[[], Any], other: Callable[[], Any], repeats: int) -> tuple[float, float]:
     """The best processor times of two functions, taken in turn: other work on the machine does not count for either.
 
     The short one is called five times a turn, as for a stream of users: the first call finds cold caches.
@@ -160,7 +162,6 @@ def best_of(
     best = [float("inf"), float("inf")]
     for _ in range(repeats):
         for n, function in enumerate((one, one, one, one, one, other)):
-            between()
             began = time.thread_time()
             function()
             best[n // 5] = min(best[n // 5], time.thread_time() - began)
@@ -224,13 +225,8 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
                     recommender.recommend([n % users], now + 10**6)
 
         direct = 64 / harness.seconds(loop, 3)
-    command = [sys.executable, "-m", "pipelines.serve", "--export", str(bundle.path), "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    port = next(m[1] for line in process.stderr if (m := re.search(r"running on http://127.0.0.1:(\d+)", line)))
-    try:
-        arguments = [str(now), str(users)]
-        client_load(port, 1, users, *arguments)  # every state is in the cache then
+    with serving(bundle.path) as port:
+        client_load(port, 1, users, str(now), str(users))  # every state is in the cache then
         rounds = [
             [
                 client_load(port, 1, 2 * REQUESTS, str(now + 1_000 * (n + 1)), str(users)),
@@ -238,9 +234,6 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
             ]
             for n in range(ROUNDS)
         ]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
     with Recommender.load(bundle.path) as recommender:
         kept = recommender.info()["recent_events"]
     told = users // 4 + sum(figures["appended"] for pair in rounds for figures in pair)
@@ -265,6 +258,19 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
         Aim("events lost, or kept twice", abs(told - kept), 0, at_most=True),
     ]
     return text, aims, {"rounds": rounds, "direct": direct, "told": told, "kept": kept}
+
+
+@contextlib.contextmanager
+def serving(path: Path) -> Iterator[str]:
+    """The service of an export, as a process; its port."""
+    command = [sys.executable, "-m", "pipelines.serve", "--export", str(path), "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    try:
+        yield next(m[1] for line in process.stderr if (m := re.search(r"running on http://127.0.0.1:(\d+)", line)))
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
 
 
 def client_load(port: str, clients: int, requests: int, *arguments: str) -> dict[str, Any]:
@@ -314,10 +320,54 @@ async def load(port: int, clients: int, requests: int, now: int, users: int) -> 
     }
 
 
+# --- the service under bad clients -----------------------------------------------------------------------------------
+
+
+def slow(scratch: Path) -> tuple[str, list[Aim], Any]:
+    """Eight clients alone, and beside connections that never finish their header."""
+    users = 64
+    bundle = export(scratch / "slow", [200] * users)
+    now = bundle.manifest.as_of
+    rounds = []
+    with serving(bundle.path) as port:
+        client_load(port, 1, users, str(now), str(users))
+        for n in range(ROUNDS):
+            times = [str(now + 1_000 * (n + 1) + after) for after in (0, 500)]
+            usual = client_load(port, 8, 100, times[0], str(users))
+            command = [sys.executable, "-m", "benchmarks.slow_clients", port, str(SLOW)]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as bad:
+                assert bad.stdin is not None and bad.stdout is not None
+                assert bad.stdout.readline() == "all have connected\n"
+                beside = client_load(port, 8, 100, times[1], str(users))
+                bad.stdin.close()  # ends it
+                beside["connections"] = int(bad.stdout.readline())
+            rounds.append([usual, beside])
+    middle = [sorted(each, key=lambda figures: figures["p99"])[ROUNDS // 2] for each in zip(*rounds, strict=True)]
+    names = ["alone", f"beside {SLOW:,} slow connections"]
+    rows = [
+        [name, figures["requests"], f"{figures['rate']:.0f}", *(f"{figures[p] * 1e3:.0f}" for p in ("p50", "p99"))]
+        for name, figures in zip(names, middle, strict=True)
+    ]
+    table = harness.table(["8 clients", "requests", "requests/s", "p50, ms", "p99, ms"], rows)
+    errors = sum(figures["errors"] for pair in rounds for figures in pair)
+    opened = sum(beside["connections"] for _, beside in rounds)
+    text = (
+        "The same requests. Each slow connection sends a byte of a header a second; one that the service has dropped "
+        f"comes again after {AGAIN} s, so that {opened:,} were opened in all. Limits as by default.\n\n{table}\n\n"
+        f"The middle of {ROUNDS} rounds each, taken in turn. {errors} errors."
+    )
+    aims = [
+        Aim("p99 beside slow connections over p99 alone", middle[1]["p99"] / middle[0]["p99"], SLOW_AIM, at_most=True),
+        Aim("errors", errors, 0, at_most=True),
+    ]
+    return text, aims, {"rounds": rounds}
+
+
 SECTIONS: dict[str, harness.Section] = {
     "refresh": refresh,
     "recommend": recommend,
     "service": service,
+    "slow": slow,
 }
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ Example:
 import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,20 +130,21 @@ def evaluate(
     """
     from fuxi_torchrec.artifacts import write_atomically
     from fuxi_torchrec.distributed import raise_on_all_ranks
-    from fuxi_torchrec.evaluation.options import EvaluateOptions
+    from fuxi_torchrec.evaluation.options import EvaluateOptions, RunOptions
 
     wanted = options or EvaluateOptions()
     file = Path(output) if output is not None else Path(run_dir) / f"eval-{wanted.split}.json"
     with _group_of(run_dir) as world:
         from fuxi_torchrec.evaluation.evaluate import evaluate
         from fuxi_torchrec.evaluation.held_out import REQUEST_TIMES
+        from fuxi_torchrec.evaluation.loading import load
 
         with raise_on_all_ranks("looking for the output's directory"):
             if world.rank == 0 and not file.absolute().parent.is_dir():
                 raise FileNotFoundError(f"--output {file}: there is no directory {file.parent}, make it first")
             if world.rank == 0 and file.is_dir():
                 raise IsADirectoryError(f"--output {file} is a directory: name a file")
-        loaded = _load(run_dir, world, run)
+        loaded = load(run_dir, world, *astuple(run or RunOptions()))
         times = (wanted.request_time,) if wanted.request_time else REQUEST_TIMES
         found = evaluate(loaded, wanted.split, times, wanted.filter_seen, wanted.users, baselines=wanted.baselines)
         with raise_on_all_ranks("writing the result"):
@@ -167,13 +169,15 @@ def export(
     """
     from fuxi_torchrec.artifacts import NewDirectory
     from fuxi_torchrec.distributed import raise_on_all_ranks
+    from fuxi_torchrec.evaluation.options import RunOptions
 
     with _group_of(run_dir) as world:
+        from fuxi_torchrec.evaluation.loading import load
         from fuxi_torchrec.export import export as exporting
 
         with raise_on_all_ranks("looking at the output"):  # before the checkpoint is read
             NewDirectory(output).check()
-        return exporting.export(_load(run_dir, world, run), output, options)
+        return exporting.export(load(run_dir, world, *astuple(run or RunOptions())), output, options)
 
 
 def _group(config: "Config") -> AbstractContextManager["World"]:
@@ -188,11 +192,3 @@ def _group_of(run_dir: str | Path) -> AbstractContextManager["World"]:
     from fuxi_torchrec.training.run_directory import RunDirectory
 
     return _group(RunDirectory(run_dir).read_config())
-
-
-def _load(run_dir: str | Path, world: "World", run: "RunOptions | None") -> Any:
-    from fuxi_torchrec.evaluation.loading import load
-    from fuxi_torchrec.evaluation.options import RunOptions
-
-    which = run or RunOptions()
-    return load(run_dir, world, which.checkpoint, which.data, which.allow_other_data)

@@ -63,6 +63,14 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file that a library wrote for its owner alone the mode that any new file has."""
+    probe = path.with_name(f".{path.name}.mode")
+    probe.touch()
+    path.chmod(probe.stat().st_mode)
+    probe.unlink()
+
+
 def crc32_of(path: Path) -> int:
     """Of a file's contents."""
     value = 0

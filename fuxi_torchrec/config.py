@@ -7,7 +7,6 @@ Sections are frozen dataclasses; ``help`` in a field's metadata is the comment s
 """
 
 import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,17 +17,25 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
 from fuxi_torchrec.encoders.base import EncoderConfig, setting
 from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_class
+from fuxi_torchrec.options import check_bounds
 from fuxi_torchrec.tasks.next_item import LossConfig
 from fuxi_torchrec.tasks.registry import TaskConfig
 
 
-def _operational(default: Any, help: str) -> Any:
+def _operational(default: Any, help: str, **bounds: Any) -> Any:
     """A setting that may change when a run is resumed; all others are the run's identity."""
-    return setting(default, help, operational=True)
+    return setting(default, help, operational=True, **bounds)
+
+
+class _Section:
+    """The base of sections: bounds that stand in a setting are checked."""
+
+    def __post_init__(self) -> None:
+        check_bounds(self, named=str)
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(_Section):
     """What is trained on."""
 
     path: str = _operational("", "directory of a prepared dataset; its fingerprint is checked, not its place")
@@ -37,13 +44,14 @@ class DataConfig:
     fit_on_valid: bool = setting(False, "leave_one_out: train on the validation events too, without validation")
     valid_from: int | None = setting(None, "by_time: start of the validation period")
     test_from: int | None = setting(None, "by_time: start of the test period; required")
-    min_item_events: int = setting(1, "items with fewer training events are unknown: index 0")
+    min_item_events: int = setting(1, "items with fewer training events are unknown: index 0", least=1)
     oov_rate: float = setting(0.01, "share of input items replaced by index 0 in training, so that its row is trained")
     on_bad_rows: Literal["error", "skip"] = _operational("error", "bad users: stop, or leave them out and count them")
-    num_workers: int = _operational(0, "processes that read ahead, per rank")
-    cache_mib: int = _operational(512, "decoded blocks that a rank keeps; its reading processes share it")
+    num_workers: int = _operational(0, "processes that read ahead, per rank", least=0)
+    cache_mib: int = _operational(512, "decoded blocks that a rank keeps; its reading processes share it", least=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.split == "by_time" and self.test_from is None:
             raise ValueError("split by_time needs test_from, a time in the dataset's unit")
         if self.split == "leave_one_out" and (self.test_from is not None or self.valid_from is not None):
@@ -52,27 +60,30 @@ class DataConfig:
             raise ValueError("fit_on_valid belongs to split leave_one_out; by_time: leave valid_from out instead")
         if not 0.0 <= self.oov_rate < 1.0:
             raise ValueError(f"oov_rate must be at least 0 and below 1, not {self.oov_rate}")
-        _check_least(self, min_item_events=1, num_workers=0, cache_mib=1)
 
 
 @dataclass(frozen=True)
-class BatchConfig:
+class BatchConfig(_Section):
     """How histories become steps; the same on any number of ranks."""
 
-    events: int | None = setting(None, "input events of a global batch, about; 16384 if users is not given either")
-    users: int | None = setting(None, "sequences of a global batch, in place of events")
-    max_length: int = setting(1024, "input events of a sequence, at most")
+    events: int | None = setting(
+        None, "input events of a global batch, about; 16384 if users is not given either", least=1
+    )
+    users: int | None = setting(None, "sequences of a global batch, in place of events", least=1)
+    max_length: int = setting(1024, "input events of a sequence, at most", least=1)
     truncation: Literal["recent", "windows"] = setting("recent", "of longer histories: the last events, or windows")
-    streams: int = setting(16, "the dataset is read in so many streams; at least as many as ranks")
-    shuffle_blocks: int = setting(8, "row groups whose users are mixed with each other")
+    streams: int = setting(16, "the dataset is read in so many streams; at least as many as ranks", least=1)
+    shuffle_blocks: int = setting(8, "row groups whose users are mixed with each other", least=1)
     max_events_per_rank: int | None = _operational(
-        None, "gradient accumulation: a rank's share of a batch in parts of so many events (adamw); null: at once"
+        None,
+        "gradient accumulation: a rank's share of a batch in parts of so many events (adamw); null: at once",
+        least=1,
     )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.events is not None and self.users is not None:
             raise ValueError("give events or users, not both")
-        _check_least(self, events=1, users=1, max_length=1, streams=1, shuffle_blocks=1, max_events_per_rank=1)
 
 
 Sharding = Literal["row_wise", "table_wise", "column_wise", "data_parallel", "auto"]
@@ -87,15 +98,11 @@ class FeatureConfig:
 
 
 @dataclass(frozen=True)
-class TablesConfig:
+class TablesConfig(_Section):
     """The embedding tables; their width is model.dim."""
 
-    init_std: float = setting(0.02, "rows start normal with this deviation, within two of them")
+    init_std: float = setting(0.02, "rows start normal with this deviation, within two of them", above=0)
     sharding: Sharding = _operational("row_wise", "how the item table is sharded; auto: TorchRec's planner chooses")
-
-    def __post_init__(self) -> None:
-        if not self.init_std > 0:
-            raise ValueError(f"init_std must be positive, not {self.init_std}")
 
 
 @dataclass(frozen=True)
@@ -108,110 +115,90 @@ class FeaturesConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(_Section):
     """How parameters move."""
 
     kind: Literal["adamw", "rowwise_adagrad"] = setting(
         "adamw", "for everything; rowwise_adagrad updates tables in the backward pass, AdamW the rest"
     )
-    lr: float = setting(1e-3, "learning rate")
-    table_lr: float | None = setting(None, "learning rate of the tables; lr if null")
-    scalar_lr: float | None = setting(None, "learning rate of decays and channel weights; lr if null")
+    lr: float = setting(1e-3, "learning rate", above=0)
+    table_lr: float | None = setting(None, "learning rate of the tables; lr if null", above=0)
+    scalar_lr: float | None = setting(None, "learning rate of decays and channel weights; lr if null", above=0)
     betas: tuple[float, float] = setting((0.9, 0.98), "decay rates of AdamW's moments")
-    eps: float = setting(1e-8, "AdamW's and Adagrad's")
-    weight_decay: float = setting(0.0, "decoupled, on the encoder's matrices; never on tables")
-    clip_norm: float | None = setting(None, "largest norm of all gradients together; null does not clip")
-    warmup_steps: int = setting(0, "the learning rates rise linearly over so many steps")
+    eps: float = setting(1e-8, "AdamW's and Adagrad's", above=0)
+    weight_decay: float = setting(0.0, "decoupled, on the encoder's matrices; never on tables", least=0)
+    clip_norm: float | None = setting(None, "largest norm of all gradients together; null does not clip", above=0)
+    warmup_steps: int = setting(0, "the learning rates rise linearly over so many steps", least=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = setting("constant", "how they decay afterwards")
-    decay_steps: int | None = setting(None, "until this step; null: the end of training as planned at the first start")
+    decay_steps: int | None = setting(
+        None, "until this step; null: the end of training as planned at the first start", least=1
+    )
     min_lr_factor: float = setting(0.0, "factor of the learning rate left at the end of the schedule")
 
     def __post_init__(self) -> None:
-        for name in ("lr", "eps", "clip_norm", "table_lr", "scalar_lr"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive, not {value}")
+        super().__post_init__()
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and below 1, not {list(self.betas)}")
         if not 0.0 <= self.min_lr_factor <= 1.0:
             raise ValueError(f"min_lr_factor is a share between 0 and 1, not {self.min_lr_factor}")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be a number, not negative, but is {self.weight_decay}")
         if self.kind == "rowwise_adagrad" and self.clip_norm is not None:
             raise ValueError(
                 "clip_norm needs all gradients before the update, rowwise_adagrad updates tables in the backward "
                 "pass: take kind adamw, or leave clip_norm out"
             )
-        _check_least(self, warmup_steps=0, decay_steps=1)
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(_Section):
     """How long, and how a step is computed."""
 
-    epochs: int = _operational(10, "passes over the data, at most")
-    max_steps: int | None = _operational(None, "steps, at most")
+    epochs: int = _operational(10, "passes over the data, at most", least=1)
+    max_steps: int | None = _operational(None, "steps, at most", least=1)
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16 is autocast, on devices that have it")
     pipeline: Literal["auto", "base", "sparse_dist"] = _operational(
         "auto", "TorchRec's training pipeline; auto overlaps the lookup (sparse_dist) on CUDA"
     )
 
-    def __post_init__(self) -> None:
-        _check_least(self, epochs=1, max_steps=1)
-
 
 @dataclass(frozen=True)
-class ValidationConfig:
+class ValidationConfig(_Section):
     """Exact ranks of the validation targets, in mid-training."""
 
-    every_epochs: float | None = _operational(1.0, "how often, 0.5 is twice an epoch; null never")
-    users: int | None = _operational(2000, "a fixed sample of so many; null takes all")
+    every_epochs: float | None = _operational(1.0, "how often, 0.5 is twice an epoch; null never", above=0)
+    users: int | None = _operational(2000, "a fixed sample of so many; null takes all", least=1)
     metric: Literal["hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr"] = _operational("ndcg@10", "decides what is best")
-    patience: int | None = _operational(None, "stop after so many validations without a better one; null never")
+    patience: int | None = _operational(
+        None, "stop after so many validations without a better one; null never", least=1
+    )
     filter_seen: bool = _operational(False, "leave items of the user's own history out of the candidates")
 
-    def __post_init__(self) -> None:
-        if self.every_epochs is not None and not 0 < self.every_epochs < math.inf:
-            raise ValueError(f"every_epochs must be positive, not {self.every_epochs}")
-        _check_least(self, users=1, patience=1)
-
 
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(_Section):
     """What is kept on disk."""
 
-    every_steps: int | None = _operational(500, "also at the end of training; null: only then")
-    keep_last: int = _operational(2, "older ones are removed, the best one stays")
+    every_steps: int | None = _operational(500, "also at the end of training; null: only then", least=1)
+    keep_last: int = _operational(2, "older ones are removed, the best one stays", least=1)
     async_save: bool = _operational(True, "copy, go on training, and write meanwhile")
-
-    def __post_init__(self) -> None:
-        _check_least(self, every_steps=1, keep_last=1)
 
 
 @dataclass(frozen=True)
-class DistributedConfig:
+class DistributedConfig(_Section):
     """How ranks find and wait for each other."""
 
     device: Literal["auto", "cpu", "cuda"] = _operational("auto", "auto takes CUDA where there is one")
     timeout_seconds: float = _operational(
-        DEFAULT_TIMEOUT_SECONDS, "a collective that waits longer for a peer is an error"
+        DEFAULT_TIMEOUT_SECONDS, "a collective that waits longer for a peer is an error", above=0
     )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.timeout_seconds < math.inf:
-            raise ValueError(f"timeout_seconds must be positive, not {self.timeout_seconds}")
 
 
 @dataclass(frozen=True)
-class LoggingConfig:
+class LoggingConfig(_Section):
     """What is said while a job runs."""
 
     level: Literal["debug", "info", "warning", "error"] = _operational("info", "least severe message shown")
-    every_steps: int = _operational(10, "a line, and an object in metrics.jsonl")
+    every_steps: int = _operational(10, "a line, and an object in metrics.jsonl", least=1)
     tensorboard: bool = _operational(True, "write TensorBoard events too")
-
-    def __post_init__(self) -> None:
-        _check_least(self, every_steps=1)
 
 
 @dataclass(frozen=True)
@@ -251,14 +238,6 @@ class Config:
                         "have its own accumulator, and the result would depend on their number; take another "
                         "sharding, or adamw"
                     )
-
-
-def _check_least(section: Any, **least: int) -> None:
-    """Keys of a section that must be at least some number, or null where the type allows it."""
-    for name, bound in least.items():
-        value = getattr(section, name)
-        if value is not None and value < bound:
-            raise ValueError(f"{name} must be at least {bound}, not {value}")
 
 
 class Difference(NamedTuple):
@@ -307,10 +286,5 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
     return strict_yaml.load(Config, path, overrides)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a configuration, every default included."""
-    return strict_yaml.print_main(Config, "python -m fuxi_torchrec.config", arguments)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(strict_yaml.print_main(Config, "python -m fuxi_torchrec.config"))

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fuxi_torchrec.errors import FuxiError
 
 T = TypeVar("T")
 
@@ -34,6 +36,10 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTE
 
 class PeerError(RuntimeError):
     """Another rank failed; the message carries its error."""
+
+
+class PeerRefusedError(FuxiError, PeerError):
+    """Another rank refused to go on, with an error that was raised on purpose."""
 
 
 @dataclass(frozen=True)
@@ -156,15 +162,16 @@ def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Ite
             raise error
         return
     mine = "".join(traceback.format_exception_only(error)).strip() if error is not None else None
-    reports: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, mine, group)
+    reports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (mine, isinstance(error, FuxiError)), group)
     if error is not None:
         raise error
-    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    failed = {rank: report for rank, (report, _) in enumerate(reports) if report is not None}
     if failed:
         time.sleep(_PEER_DELAY_SECONDS)
         lines = "; ".join(f"rank {rank}: {report}" for rank, report in failed.items())
-        raise PeerError(f"{what} failed on {len(failed)} of {len(reports)} ranks: {lines}")
+        kind = PeerRefusedError if all(reports[rank][1] for rank in failed) else PeerError
+        raise kind(f"{what} failed on {len(failed)} of {len(reports)} ranks: {lines}")
 
 
 def run_on_rank_0(world: World, what: str, work: Callable[[], T]) -> T | None:

@@ -8,13 +8,14 @@ One line a finding; a line that says FAIL also says what to do. Exit code 0 if n
 import argparse
 import importlib.metadata
 import logging
-import os
 import platform
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+from fuxi_torchrec.machine import cores, memory_bytes
 
 PYTHON_WANTED = (3, 11)
 FBGEMM_BUILDS = ("fbgemm-gpu-cpu", "fbgemm-gpu")  # one of them; both install the module fbgemm_gpu
@@ -149,8 +150,8 @@ def row_wise_lookup_error() -> float:
 
 def check_machine() -> Iterator[Finding]:
     """Cores, memory and devices this process may use."""
-    memory = _memory_bytes() / 2**30
-    yield Finding("machine", f"{len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB of memory, {platform.machine()}")
+    memory = memory_bytes() / 2**30
+    yield Finding("machine", f"{cores()} cores, {memory:.0f} GiB of memory, {platform.machine()}")
     try:
         import torch
     except Exception as error:
@@ -163,16 +164,6 @@ def check_machine() -> Iterator[Finding]:
     else:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         yield Finding("devices", f"{', '.join(names)}; CUDA {torch.version.cuda} (fuxi_torchrec is untested on GPUs)")
-
-
-def _memory_bytes() -> int:
-    """Physical memory, or the control group's limit where that is lower."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as file:
-            return min(physical, int(file.read()))
-    except (OSError, ValueError):  # no cgroup v2, or its limit is "max"
-        return physical
 
 
 def _first_line(error: Exception) -> str:

@@ -35,8 +35,7 @@ def setup_logging(level: str = "info", stream: TextIO | None = None) -> logging.
         raise ValueError(f"logging level must be one of {', '.join(LEVELS)}, not {level!r}")
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
-    who = f" rank {rank}/{world_size}" if world_size > 1 else ""
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s{who} %(name)s: %(message)s"))
+    handler.setFormatter(_Short(f"rank {rank}/{world_size}: " if world_size > 1 else "", level == "debug"))
     if rank != 0:
         handler.setLevel(logging.WARNING)
     logger = get_logger()
@@ -45,6 +44,19 @@ def setup_logging(level: str = "info", stream: TextIO | None = None) -> logging.
     logger.propagate = False
     _quiet_libraries()
     return logger
+
+
+class _Short(logging.Formatter):
+    """Time and message; what is no news has its level and rank too, and when details are wanted, its module."""
+
+    def __init__(self, who: str, detailed: bool) -> None:
+        self.who, self.detailed = who, detailed
+        super().__init__("%(asctime)s %(message)s", "%m-%d %H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        loud = f"{record.levelname} {self.who}" if self.detailed or record.levelno != logging.INFO else ""
+        module = f"{record.name}: " if self.detailed else ""
+        return f"{record.asctime} {loud}{module}{record.message}"
 
 
 def _quiet_libraries() -> None:

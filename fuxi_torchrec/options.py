@@ -2,30 +2,46 @@
 
 import argparse
 import dataclasses
+import math
 import types
+from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from fuxi_torchrec.errors import FuxiError
 
 Schema = TypeVar("Schema")
 
 
-def option(default: Any, help: str, *, metavar: str | None = None, least: float | None = None) -> Any:
+class OptionError(FuxiError, ValueError):
+    """A flag whose value is out of bounds."""
+
+
+def option(default: Any, help: str, *, metavar: str | None = None, **bounds: float) -> Any:
     """A field of an option dataclass.
 
     Args:
         default: MISSING for one that must be given.
         help: what ``--help`` says of it.
         metavar: for a value in ``--help``.
-        least: the smallest number allowed, see :func:`check_least`.
+        bounds: of a number, see :func:`check_bounds`.
     """
-    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, "least": least})
+    return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, **bounds})
 
 
-def check_least(options: Any) -> None:
-    """A ValueError that names the flag if a number is too small; for ``__post_init__``."""
-    for field in dataclasses.fields(options):
-        value, least = getattr(options, field.name), field.metadata.get("least")
-        if value is not None and least is not None and not value >= least:
-            raise ValueError(f"{_flag(field.name)} must be at least {least}, not {value}")
+def check_bounds(record: Any, named: Callable[[str], str] | None = None) -> None:
+    """For ``__post_init__``: a ValueError that names the flag if a number is out of the bounds in a field's metadata.
+
+    ``least`` is the smallest allowed; ``above`` is not allowed itself, nor is what is not finite. None is no number.
+    """
+    for field in dataclasses.fields(record):
+        value, name = getattr(record, field.name), (named or _flag)(field.name)
+        least, above = field.metadata.get("least"), field.metadata.get("above")
+        if value is None:
+            continue
+        if least is not None and not least <= value < math.inf:
+            raise ValueError(f"{name} must be at least {least}, not {value}")
+        if above is not None and not above < value < math.inf:
+            raise ValueError(f"{name} must be {f'above {above}' if above else 'positive'}, not {value}")
 
 
 def add_options(parser: argparse.ArgumentParser, schema: type[Any]) -> None:
@@ -72,7 +88,10 @@ def options_from(namespace: argparse.Namespace, schema: type[Schema]) -> Schema:
     """What the flags of a dataclass were given."""
     fields = dataclasses.fields(schema)  # type: ignore[arg-type]
     given = {field.name: getattr(namespace, field.name) for field in fields if hasattr(namespace, field.name)}
-    return schema(**given)
+    try:
+        return schema(**given)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def _flag(name: str) -> str:

@@ -20,20 +20,29 @@ import math
 import re
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import pydantic
 import yaml
 
+from fuxi_torchrec.errors import FuxiError
+from fuxi_torchrec.schema import shown, told
+
 Schema = TypeVar("Schema")
 
 COMMAND_LINE = "command line"
+_ANY = "*"
+_LARGEST = 2**18  # bytes of a file
+_DEEPEST = 20  # levels of mappings and lists
+_LONGEST_NUMBER = 400  # characters
+_MOST = 20  # problems in a message
 _Key = tuple[str, ...]
 
 
-class ConfigError(ValueError):
+class ConfigError(FuxiError, ValueError):
     """A configuration that does not fit its schema; the message lists every problem."""
 
 
@@ -55,18 +64,26 @@ def load(schema: type[Schema], path: str | Path | None = None, overrides: Sequen
     for override in overrides:
         settings.update(_read_override(override))
     actual = _with_kinds(schema, settings)
-    problems = []
+    keys, problems = _keys(actual), list[str]()
     for key, setting in settings.items():
+        if len(problems) > _MOST:  # more would only be counted
+            break
         try:
             # a section whose every line is commented out reads as null and means its defaults
-            if dataclasses.is_dataclass(_type_of(key, actual)) and setting.value is None:
+            if dataclasses.is_dataclass(_type_of(key, keys)) and setting.value is None:
                 settings[key] = setting._replace(value={})
         except ConfigError as error:
             problems.append(f"{setting.where}: {error}")
     if problems:
-        raise ConfigError("\n".join(problems))
-    found = _validate(actual, settings)
-    return schema(**{name: getattr(found, name) for name in _types(schema)})
+        raise ConfigError(_listed(problems))
+    # Strict JSON validation is the rule wanted here: a list may become a tuple and an int a float, nothing else.
+    text = json.dumps(_nest(settings), default=str)
+    try:
+        found = pydantic.TypeAdapter(actual).validate_json(text, strict=True)
+    except pydantic.ValidationError as error:
+        found_wrong = error.errors(include_url=False)[: _MOST + 1]
+        raise ConfigError(_listed([_explain(problem, settings) for problem in found_wrong])) from None
+    return schema(**{field.name: getattr(found, field.name) for field in dataclasses.fields(schema)})  # type: ignore[arg-type]
 
 
 def dump(config: Any) -> str:
@@ -97,9 +114,33 @@ def print_main(schema: type[Any], program: str, arguments: Sequence[str] | None 
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 core rules for plain scalars; PyYAML's own are those of 1.1."""
+    """YAML 1.2 core rules for plain scalars, PyYAML's own are those of 1.1; what a config has no use for is refused.
+
+    That is anchors, which can refer to themselves or multiply without end, other types than those of JSON, and depth.
+    """
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML fills a copy per class
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if getattr(event, "anchor", None) is not None:
+            raise _problem("anchors and aliases (& and *) are not read: write the value where it is used", event)
+        if self._depth == _DEEPEST:
+            raise _problem(f"nested more than {_DEEPEST} deep", event)
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if node is not None and node.tag.removeprefix(_TAG) not in _PLAIN:
+            raise _problem(f"the tag {node.tag} is not read: values are mappings, lists, strings and numbers", event)
+        return node
+
+
+_TAG, _PLAIN = "tag:yaml.org,2002:", ("map", "seq", "str", "int", "float", "bool", "null")
+
+
+def _problem(what: str, where: Any) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=what, problem_mark=where.start_mark)
 
 
 for _tag, _pattern, _first in (
@@ -112,37 +153,54 @@ for _tag, _pattern, _first in (
         "-+.0123456789",
     ),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+    _Loader.add_implicit_resolver(f"{_TAG}{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
 def _integer(_: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     """A leading zero is no octal sign."""
+    if len(node.value) > _LONGEST_NUMBER:
+        raise _problem(f"a number of {len(node.value)} digits", node)
     return int(node.value, 0 if node.value.startswith(("0x", "0o")) else 10)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
+_Loader.add_constructor(f"{_TAG}int", _integer)
 
 
-def _parse(text: str, name: str) -> yaml.Node | None:
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """What YAML finds wrong, with its line."""
     try:
-        return yaml.compose(text, Loader=_Loader)
+        yield
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark is not None else name
         raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
 
 
-def _value(node: yaml.Node | None) -> Any:
-    return None if node is None else _Loader("").construct_document(node)
+def _parse(text: str, name: str) -> yaml.Node | None:
+    with _reading(name):
+        return yaml.compose(text, Loader=_Loader)
+
+
+def _value(node: yaml.Node | None, name: str) -> Any:
+    with _reading(name):
+        try:
+            return None if node is None else _Loader("").construct_document(node)
+        except (ValueError, LookupError) as error:  # a tag that its value does not fit: !!int x
+            assert node is not None
+            raise _problem(str(error), node) from None
 
 
 def _read_file(path: Path) -> dict[_Key, _Setting]:
     try:
-        text = path.read_text()
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_LARGEST + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the config: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: cannot read the config: it is not UTF-8 text") from None
+    if len(text) > _LARGEST:
+        raise ConfigError(f"{path}: more than {_LARGEST} characters: this is no config")
     node = _parse(text, str(path))
     if node is None:
         return {}
@@ -157,6 +215,8 @@ def _leaves(node: yaml.MappingNode, prefix: _Key, name: str) -> Iterable[tuple[_
     seen: set[str] = set()
     for key_node, value_node in node.value:
         where = f"{name}:{key_node.start_mark.line + 1}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{where}: a key is a word, not a list or a mapping")
         key = (*prefix, str(key_node.value))
         if key[-1] in seen:
             raise ConfigError(f"{where}: {'.'.join(key)} is given twice")
@@ -164,7 +224,7 @@ def _leaves(node: yaml.MappingNode, prefix: _Key, name: str) -> Iterable[tuple[_
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _leaves(value_node, key, name)
         else:
-            yield key, _Setting(_value(value_node), where)
+            yield key, _Setting(_value(value_node, name), where)
 
 
 def _read_override(override: str) -> dict[_Key, _Setting]:
@@ -175,7 +235,7 @@ def _read_override(override: str) -> dict[_Key, _Setting]:
     node = _parse(text, f"{COMMAND_LINE}, {override}")
     if isinstance(node, yaml.MappingNode) and node.value:
         return {k: s._replace(where=COMMAND_LINE) for k, s in _leaves(node, key, COMMAND_LINE)}
-    return {key: _Setting(_value(node), COMMAND_LINE)}
+    return {key: _Setting(_value(node, COMMAND_LINE), COMMAND_LINE)}
 
 
 # --- checking --------------------------------------------------------------------------------------------------------
@@ -183,77 +243,54 @@ def _read_override(override: str) -> dict[_Key, _Setting]:
 
 def _with_kinds(schema: type[Any], settings: Mapping[_Key, _Setting]) -> type[Any]:
     """The schema with the dataclass of its kind in place of every tagged union."""
-    chosen: dict[str, type[Any]] = {}
+    chosen = []
     for field in dataclasses.fields(schema):
         if "by_kind" not in field.metadata:
             continue
-        assert field.default_factory is not dataclasses.MISSING
-        kind = field.default_factory().kind
-        given = settings.get((field.name, "kind"))
-        try:
-            if given is not None and not isinstance(given.value, str):
-                raise ValueError("should be a valid string")
-            chosen[field.name] = field.metadata["by_kind"](kind if given is None else given.value)
-        except ValueError as error:
-            assert given is not None
-            raise ConfigError(f"{given.where}: {field.name}.kind = {given.value!r}: {error}") from None
-    fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in chosen.items()]
-    return dataclasses.make_dataclass(schema.__name__, fields, bases=(schema,), frozen=True) if fields else schema
+        section, given = field.default_factory, settings.get((field.name, "kind"))
+        if given is not None:
+            try:
+                if not isinstance(given.value, str):
+                    raise ValueError("should be a valid string")
+                section = field.metadata["by_kind"](given.value)
+            except ValueError as error:
+                raise ConfigError(f"{given.where}: {field.name}.kind = {shown(given.value)}: {error}") from None
+        chosen.append((field.name, section, dataclasses.field(default_factory=section)))
+    return dataclasses.make_dataclass(schema.__name__, chosen, bases=(schema,), frozen=True) if chosen else schema
 
 
-def _section(kind: Any) -> type[Any] | None:
-    """The dataclass behind a type, also behind ``Section | None``; None for a plain value."""
-    options = (kind,) if _mapping_value(kind) is not None else (kind, *typing.get_args(kind))
-    for option in options:
-        if isinstance(option, type) and dataclasses.is_dataclass(option):
-            return option
-    return None
-
-
-def _mapping_value(kind: Any) -> Any:
-    """The type of a mapping's values, also behind ``dict[...] | None``; None if it is no mapping."""
-    for option in (kind, *typing.get_args(kind)):
-        if typing.get_origin(option) is dict:
-            return typing.get_args(option)[1]
-    return dict if kind is dict else None
-
-
-def _types(schema: type[Any]) -> dict[str, Any]:
-    """The type of each key of a dataclass."""
-    hints = typing.get_type_hints(schema)
-    return {field.name: hints[field.name] for field in dataclasses.fields(schema)}
-
-
-def _keys(schema: type[Any], prefix: _Key = ()) -> list[_Key]:
-    """All keys of a schema, sections included."""
-    found: list[_Key] = []
-    for name, kind in _types(schema).items():
-        found.append((*prefix, name))
-        if (section := _section(kind)) is not None:
-            found += _keys(section, (*prefix, name))
+def _keys(kind: Any, prefix: _Key = ()) -> dict[_Key, Any]:
+    """Every key below a type, sections included, and its own type; ``*`` is any name in a mapping."""
+    if dataclasses.is_dataclass(kind):
+        inner = {field.name: typing.get_type_hints(kind)[field.name] for field in dataclasses.fields(kind)}
+    elif typing.get_origin(kind) is dict:
+        inner = {_ANY: typing.get_args(kind)[1]}
+    else:  # ``Section | None`` has the keys of the section
+        return {key: each for option in typing.get_args(kind) for key, each in _keys(option, prefix).items()}
+    found: dict[_Key, Any] = {}
+    for name, each in inner.items():
+        found |= {(*prefix, name): each, **_keys(each, (*prefix, name))}
     return found
 
 
-def _type_of(key: _Key, schema: type[Any]) -> Any:
-    """The type of a key's value; a ConfigError if the schema does not have the key."""
-    kind: Any = schema
+def _type_of(key: _Key, keys: Mapping[_Key, Any]) -> Any:
+    """The type of a key's value; a ConfigError if there is no such key."""
+    known: _Key = ()
     for depth, name in enumerate(key):
-        if _mapping_value(kind) is not None:
-            kind = _mapping_value(kind)  # any name will do
-            continue
-        section = _section(kind)
-        if section is None:
+        here = [each[-1] for each in keys if each[:-1] == known]
+        if not here:
             raise ConfigError(f"{'.'.join(key)} is set, but {'.'.join(key[:depth])} is no section")
-        if name not in _types(section):
-            wrong = ".".join(key[: depth + 1])
-            everywhere = [".".join(k) for k in _keys(schema)]
-            here = [".".join((*key[:depth], n)) for n in _types(section)]
-            near = difflib.get_close_matches(wrong, here, 1) or difflib.get_close_matches(wrong, everywhere, 1)
-            near = near or [k for k in everywhere if k.rpartition(".")[2] == name]
-            hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(here)}"
-            raise ConfigError(f"unknown key {wrong}; {hint}")
-        kind = _types(section)[name]
-    return kind
+        if name not in here and _ANY not in here:
+            raise ConfigError(_unknown(key[: depth + 1], here, [".".join(each) for each in keys]))
+        known = (*known, name if name in here else _ANY)
+    return keys[known]
+
+
+def _unknown(key: _Key, here: list[str], everywhere: list[str]) -> str:
+    wrong, siblings = ".".join(key)[:200], [".".join((*key[:-1], name)) for name in here]
+    near = difflib.get_close_matches(wrong, siblings, 1) or difflib.get_close_matches(wrong, everywhere, 1)
+    near = near or [each for each in everywhere if each.rpartition(".")[2] == key[-1]]
+    return f"unknown key {wrong}; " + (f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}")
 
 
 def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
@@ -269,24 +306,20 @@ def _nest(settings: Mapping[_Key, _Setting]) -> dict[str, Any]:
     return tree
 
 
-def _validate(schema: type[Schema], settings: Mapping[_Key, _Setting]) -> Schema:
-    # Strict JSON validation is the rule wanted here: a list may become a tuple and an int a float, nothing else.
-    text = json.dumps(_nest(settings), default=str)
-    try:
-        return pydantic.TypeAdapter(schema).validate_json(text, strict=True)
-    except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(_explain(problem, settings) for problem in error.errors())) from None
+def _listed(problems: Sequence[str]) -> str:
+    more = ["... and more"] if len(problems) > _MOST else []
+    return "\n".join([*problems[:_MOST], *more])
 
 
 def _explain(problem: Any, settings: Mapping[_Key, _Setting]) -> str:
     """One of pydantic's findings in terms of the key, the value and the place where it was written."""
     location = tuple(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    message = told(problem)
     for length in range(len(location), 0, -1):
         key = location[:length]
         if key in settings:
             inside = "".join(f"item {part}: " for part in location[length:] if part.isdigit())
-            return f"{settings[key].where}: {'.'.join(key)} = {settings[key].value!r}: {inside}{message}"
+            return f"{settings[key].where}: {'.'.join(key)} = {shown(settings[key].value)}: {inside}{message}"
     # a section's own check, over several keys
     files = {s.where.partition(":")[0] for k, s in settings.items() if k[: len(location)] == location}
     return f"{', '.join(sorted(files))}: {'.'.join(location) or 'the config'}: {message}"
@@ -318,7 +351,7 @@ def _scalar(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{_scalar(k)}: {_scalar(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str):
-        if re.fullmatch(r"[A-Za-z_/.][\w/.-]*", value) and _value(_parse(value, "")) == value:
+        if re.fullmatch(r"[A-Za-z_/.][\w/.-]*", value) and _value(_parse(value, ""), "") == value:
             return value
         return yaml.safe_dump(value, default_style='"', allow_unicode=True, width=math.inf).rstrip("\n")
     if isinstance(value, float) and not math.isfinite(value):

@@ -59,7 +59,7 @@ def number(file: Path) -> int | None:
 @record
 def main() -> int:
     patch()
-    return train.main.__wrapped__(sys.argv[1:])
+    return train.main(sys.argv[1:])
 
 
 if __name__ == "__main__":

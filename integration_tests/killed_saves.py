@@ -70,7 +70,7 @@ def patch(run_dir: Path, moment: str) -> None:
 
     checksums, write_atomically, rmtree = (
         checkpoint.Checkpoints._checksums,
-        checkpoint.write_atomically,
+        info.write_atomically,
         shutil.rmtree,
     )
 
@@ -95,7 +95,7 @@ def patch(run_dir: Path, moment: str) -> None:
         rmtree(path, **options)
 
     checkpoint.Checkpoints.save, checkpoint.Checkpoints._checksums = noted, held_checksums
-    checkpoint.FileSystemWriter, checkpoint.write_atomically, info.write_atomically = Writer, held_write, held_write
+    checkpoint.FileSystemWriter, info.write_atomically = Writer, held_write
     checkpoint.shutil = types.SimpleNamespace(**{**vars(shutil), "rmtree": held_rmtree})
 
 

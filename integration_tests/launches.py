@@ -7,9 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from fuxi_torchrec import processes
+from fuxi_torchrec.processes import descendants as descendants
+from fuxi_torchrec.training.checkpoint.info import named
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,29 +50,28 @@ def launched(*arguments: Any, log: Path, **environment: str) -> Iterator[subproc
 
 def strike(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Send a signal to a process that may be gone."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
+    processes.strike([pid], number)
 
 
-def descendants(pid: int) -> set[int]:
-    """Processes below a process."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: set[int] = set()
-    waiting = [pid]
-    while waiting:
-        for child in parents.get(waiting.pop(), []):
-            found.add(child)
-            waiting.append(child)
+def marked(mark: str) -> set[int]:
+    """Processes that have a text in the environment they were started with, wherever they are now."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.add(int(entry.name))
     return found
+
+
+def all_end(mark: str, seconds: float = 30.0) -> float:
+    """Wait until no marked process is left; an error with their command lines if some stay, else how long it took."""
+    began = time.monotonic()
+    while left := marked(mark):
+        if time.monotonic() > began + seconds:
+            commands = [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ") for pid in left]
+            raise AssertionError(f"still there after {seconds:g} s: {commands}")
+        time.sleep(0.05)
+    return time.monotonic() - began
 
 
 def listener(port: int, among: set[int]) -> int | None:
@@ -107,5 +110,5 @@ def held(run_dir: Path, world: int) -> dict[int, dict[str, int]] | None:
 
 def latest(run_dir: Path) -> int:
     """The step of the last complete checkpoint; -1 if there is none."""
-    pointer = run_dir / "checkpoints" / "latest"
-    return int(pointer.read_text().strip().removeprefix("step-")) if pointer.exists() else -1
+    found = named(run_dir / "checkpoints", "latest")
+    return int(found.name.removeprefix("step-")) if found else -1

@@ -1,11 +1,12 @@
 """The daily pipeline with real TorchX jobs: three days, killed twice on the way, a broken day, a rollback."""
 
-import contextlib
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ import yaml
 from torchx.runner import get_runner
 
 from fuxi_torchrec.export.bundle import Bundle
-from integration_tests.launches import descendants, strike, until
+from fuxi_torchrec.processes import ORPHAN_SECONDS, descendants, strike
+from fuxi_torchrec.strict_yaml import load
+from integration_tests.launches import all_end, marked, until
 from pipelines import synthesize
-from pipelines.daily import config as daily_config
+from pipelines.daily.config import DailyConfig
 from pipelines.daily.jobs import TorchXJobs
 from pipelines.daily.loop import FAILED, Daily
-from pipelines.daily.state import DailyError, Day
+from pipelines.daily.state import DailyError, Day, Evaluation
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {
@@ -34,7 +37,7 @@ CONFIG = {
     "evaluate": {"users": 60, "baselines": False},
     "gate": {"max_fall": 1.0},  # so few users say nothing of a model; what falls is tested without launches
     "export": {"arguments": ["--no-programs", "--no-index"]},
-    "jobs": {"restarts": 0, "poll_seconds": 0.2, "timeout_minutes": 4},
+    "jobs": {"restarts": 0, "poll_seconds": 0.2},
 }
 LIMIT = 400  # seconds for anything that is waited for
 
@@ -44,7 +47,7 @@ class Pipeline:
 
     def __init__(self, directory):
         self.directory, self.root, self.file = directory, directory / "root", directory / "daily.yaml"
-        self.log = directory / "said"  # by the command that ran last
+        self.log, self.mark = directory / "said", uuid.uuid4().hex  # of the command that ran last; of all processes
         path = f"{directory}/log/part-{{day}}.parquet"
         self.file.write_text(yaml.safe_dump({**CONFIG, "root": str(self.root), "logs": {"path": path}}))
         (directory / "log").mkdir()
@@ -59,7 +62,8 @@ class Pipeline:
     def start(self, *options):
         command = [sys.executable, "-m", "pipelines.daily", "--config", str(self.file), *options]
         with self.log.open("w") as log:
-            return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            environment = {**os.environ, "MARK": self.mark}
+            return subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def run(self, *options):
         process = self.start(*options)
@@ -72,23 +76,19 @@ class Pipeline:
     def wait_until(self, condition, process):
         until(condition, process, self.log, LIMIT)
 
-    def kill_jobs(self):
-        """All processes of all jobs; some may begin or end meanwhile."""
-        while left := self.processes():
-            for each in left:
-                strike(each)
-
-    def processes(self, argument=""):
-        """Of jobs whose command line names something below the root."""
-        found = set()
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # ended meanwhile
-                if f"{self.root}/{argument}".encode() in (entry / "cmdline").read_bytes():
-                    found.add(int(entry.name))
-        return found
+    def end(self, process, number):
+        """Stop the pipeline alone; nothing that it started may be left."""
+        process.send_signal(number)
+        process.wait(LIMIT)
+        return all_end(self.mark)
 
     def day(self, day):
+        if not (self.root / "state.json").exists():
+            return {"status": "", "stages": {}}
         return json.loads((self.root / "state.json").read_text())["days"].get(day, {"status": "", "stages": {}})
+
+    def is_running(self, day, stage):
+        return self.day(day)["stages"].get(stage, {"status": ""})["status"] == "running"
 
     def published(self):
         return os.path.basename(os.readlink(self.root / "published"))
@@ -97,7 +97,7 @@ class Pipeline:
         """Training of the day has a checkpoint, and has not ended."""
         if not (self.root / "runs" / day / "checkpoints" / "latest").exists():
             return False
-        return self.day(day)["stages"]["train"]["status"] == "running"
+        return self.is_running(day, "train")
 
 
 @pytest.mark.timeout(1500)
@@ -106,7 +106,7 @@ def test_three_days_killed_twice_on_the_way_then_a_broken_one_and_a_rollback(tmp
     try:
         check_three_days(pipeline)
     finally:
-        pipeline.kill_jobs()
+        strike(marked(pipeline.mark))
 
 
 def check_three_days(pipeline):
@@ -115,24 +115,21 @@ def check_three_days(pipeline):
     # the machine is wanted in the middle of day one's training, and stops in the middle of day two's
     pipeline.log_arrives(0, 1)
     process = pipeline.start()
-    pipeline.wait_until(lambda: (root / "state.json").exists() and pipeline.is_training("0"), process)
+    pipeline.wait_until(lambda: pipeline.is_training("0"), process)
     below = descendants(process.pid)
-    (torchrun,) = below.intersection(pipeline.processes("runs/0")) - set().union(*map(descendants, below))
-    strike(torchrun, signal.SIGTERM)
+    strike(below - set().union(*map(descendants, below)), signal.SIGTERM)  # what TorchX has started
     pipeline.wait_until(lambda: pipeline.is_training("1"), process)
     assert pipeline.day("0")["stages"]["train"]["attempts"] == 2, "it was launched again"
-    process.kill()
-    process.wait()
-    pipeline.kill_jobs()
+    pipeline.end(process, signal.SIGKILL)
     assert pipeline.published() == "0"
     assert "stopped" in pipeline.run("--status")[1]
 
-    # run again: training goes on from its checkpoint; the pipeline alone is killed in the middle of day three's
+    # run again: training goes on from its checkpoint; the pipeline is killed in the middle of day three's
     pipeline.log_arrives(2)
     process = pipeline.start()
     pipeline.wait_until(lambda: pipeline.is_training("2"), process)
     process.kill()
-    process.wait()
+    process.wait()  # and the next one begins at once, while the job still ends
     said = pipeline.log.read_text()
     assert "day 1: train, from day 0\n  prepare: done\n" in said
     assert pipeline.published() == "1"
@@ -141,11 +138,11 @@ def check_three_days(pipeline):
     logs = Path(stages["train"]["logs"])
     assert any("resumed from step-" in file.read_text() for file in logs.rglob("stderr.log")), list(logs.rglob("*"))
 
-    # run again: the job that went on by itself is waited for, not started twice; then comes a broken log
+    # run again: day three goes on, too; then comes a broken log
     (pipeline.directory / "log" / "part-3.parquet").write_text("no Parquet")
     code, said = pipeline.run()
     assert code == FAILED, said
-    assert pipeline.day("2")["stages"]["train"]["attempts"] == 1, said
+    assert pipeline.day("2")["stages"]["train"]["attempts"] == 2, said
     assert pipeline.published() == "2" and pipeline.day("2")["status"] == "published"
     assert "day 3: prepare failed" in said and f"{pipeline.directory}/log/part-3.parquet: not a readable" in said
     assert "day 2 stays published" in said and pipeline.day("3")["status"] == "failed"
@@ -168,6 +165,28 @@ def check_three_days(pipeline):
     assert pipeline.published() == "2"
 
 
+@pytest.mark.timeout(900)
+def test_nothing_outlives_a_pipeline_that_was_killed_and_the_next_one_goes_on(tmp_path):
+    assert ORPHAN_SECONDS < 5
+    pipeline = Pipeline(tmp_path)
+    pipeline.log_arrives(0)
+    moments = (
+        (signal.SIGKILL, lambda: pipeline.is_running("0", "prepare")),
+        (signal.SIGKILL, lambda: pipeline.is_running("0", "train")),  # torchrun starts
+        (signal.SIGTERM, lambda: pipeline.is_training("0")),
+        (signal.SIGKILL, lambda: pipeline.is_running("0", "evaluate")),
+    )
+    try:
+        for number, moment in moments:
+            process = pipeline.start()
+            pipeline.wait_until(moment, process)
+            pipeline.end(process, number)
+        code, said = pipeline.run()
+        assert code == 0 and pipeline.published() == "0", said
+    finally:
+        strike(marked(pipeline.mark))
+
+
 # --- clusters: what would be submitted -------------------------------------------------------------------------------
 
 
@@ -177,12 +196,13 @@ def requests(scheduler, options, tmp_path):
         *("root=/shared/daily", 'logs.path="/shared/logs/{day}"', "gate.against=same_data", 'jobs.processes="2x4"'),
         *("jobs.gpu=4", "jobs.mem_mb=64000", "jobs.image=registry/fuxi:1", f"jobs.scheduler_options={options}"),
     ]
-    config = daily_config.load(None, [*settings, "jobs.environment={EXTRA: yes please}", f"root={tmp_path}"])
+    config = load(DailyConfig, None, [*settings, "jobs.environment={EXTRA: yes please}", f"root={tmp_path}"])
     with get_runner() as runner:
         jobs = TorchXJobs(runner, scheduler, config.jobs, Path("/shared/daily"))
         made = Daily(config, jobs)
         (tmp_path / "releases" / "5").mkdir(parents=True)
-        release = {"day": "5", "trained": "5", "metrics": {}, "previous": None, "at": ""}
+        evaluation = dataclasses.asdict(Evaluation("test", False, "step-1", 1, "abc", 9))
+        release = {"day": "5", "trained": "5", "evaluation": evaluation, "previous": None, "at": ""}
         (tmp_path / "releases" / "5" / "release.json").write_text(json.dumps(release))
         stages = ("prepare", "train", "evaluate", "compare", "export", "refresh")
         return {stage: str(jobs.request(made.stages.job(stage, "6", Day(base="5")))) for stage in stages}

@@ -130,7 +130,7 @@ def test_checkpoints_that_cannot_be_used_are_refused(workers, trained, tmp_path)
     description = run / "checkpoints" / "step-000000002" / "checkpoint.json"
     about = json.loads(description.read_text())
     description.write_text(json.dumps({**about, "format": 99}))
-    refused(workers, run, "format 99, this software reads 2")
+    refused(workers, run, "format 99, this software reads format 2")
     about["identity"]["encoder"] = "7"
     description.write_text(json.dumps(about))
     refused(workers, run, "another version of this software")
@@ -153,13 +153,15 @@ def test_other_data_is_refused_or_matched_by_raw_ids(workers, trained, tmp_path,
     import numpy as np
     import pyarrow.parquet as pq
 
+    from fuxi_torchrec.data.tests.small import replace_table
+
     run, other = small.plain(trained / "row_wise", data), str(tmp_path / "other")
     order = np.random.default_rng(0).permutation(small.ITEMS) + 1  # new index of each item
     histories = [(order[np.array(items) - 1], np.array(times)) for _, items, times, _ in run.histories]
     made = small.make_dataset(other, histories, small.ITEMS + 2, block_users=7)
     table = pq.read_table(made.file("items.parquet"))
     raw = np.concatenate([(np.argsort(order) + 1) * 100, [77, 78]])
-    pq.write_table(table.set_column(0, "item_id", [raw.tolist()]), made.file("items.parquet"))
+    replace_table(made, "items.parquet", table.set_column(0, "item_id", [raw.tolist()]))
 
     refused(workers, trained / "row_wise", "fingerprint", "--allow-other-data", data=other)
     expected = workers(1).run(evaluate, trained / "row_wise")[0]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from torchx.util.types import to_dict
 
@@ -45,6 +46,24 @@ def test_a_failing_worker_gives_exit_code_1_and_its_own_error_first():
     root_cause = done.stdout[done.stdout.index("Root Cause") :]
     assert "rank      : 1 " in root_cause
     assert "ValueError: rank 1 was told to fail" in root_cause
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        ("train", ["--run-dir", "{}", "model.dmi=3"], "unknown key model.dmi; did you mean model.dim?"),
+        ("train", ["--run-dir", "{}/run", "data.path={}/none"], "none: no dataset here"),
+        ("evaluate", ["--run-dir", "{}"], "no run here: config.yaml is missing"),
+        ("export", ["--run-dirr", "{}"], "the following arguments are required: --run-dir, --output"),
+    ],
+)
+def test_what_a_restart_cannot_mend_ends_the_job_at_once_with_one_message(module, arguments, message, tmp_path):
+    wanted = [each.format(tmp_path, tmp_path) for each in arguments]
+    done = torchx("dist.ddp", "-j", "1x2", "-m", f"pipelines.{module}", "--", *wanted)
+    assert done.returncode == 1
+    assert f"[0]:{module}: " in done.stdout and done.stdout.count(message) == 1, done.stdout
+    assert "Traceback" not in done.stdout
+    assert sum(bool(line.strip()) for line in done.stdout.splitlines()) < 15, done.stdout
 
 
 def test_the_component_runs_two_nodes_on_one_host(tmp_path):

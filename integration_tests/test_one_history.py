@@ -18,8 +18,9 @@ SETTINGS += [
     "features.event.action.pooling=sum",
     "features.event.action.sharding=row_wise",
     "features.event.level.pooling=sum",
+    "features.event.tags.pooling=mean",
 ]
-HEADER = "who,what,when,action,level,device,weight"
+HEADER = "who,what,when,action,level,device,weight,tags"
 WHERE = "device <> 'bot' AND weight < 9"
 
 
@@ -32,7 +33,9 @@ def log(seed=0, users=24):
             item = f"i{draw.integers(12)}" if n % 6 else f"rare-{user}-{n // 12}"
             action = ("view", "click", "buy" if time < CUT else "new-value")[draw.integers(3)]
             device = ("phone", "bot", "")[draw.choice(3, p=[0.7, 0.2, 0.1])]
-            rows.append((f"u{user}", item, int(time), action, int(draw.integers(4)), device, int(draw.integers(11))))
+            level, weight = (int(draw.integers(most)) for most in (4, 11))
+            tags = "|".join(f"t{tag}" for tag in draw.integers(0, 5 if time < CUT else 6, draw.integers(3)))
+            rows.append((f"u{user}", item, int(time), action, level, device, weight, tags))
     return sorted(rows, key=lambda row: row[2])
 
 
@@ -46,9 +49,10 @@ def write(path, rows, bad):
 
 def make_dataset(path, log_path, rule):
     source = events(
-        *(str(log_path), "who", "what", "when", "s", ["action", "level"], "weight * 0.5", WHERE),
+        *(str(log_path), "who", "what", "when", "s", ["action", "level", "tags"], "weight * 0.5", WHERE),
         min_item_events=3,
         rare_items=rule,
+        split_features={"tags": "|"},
     )
     return prepare(source, path, PrepareOptions(on_bad_rows="skip"))
 
@@ -65,9 +69,15 @@ def export(run_dir, output, data=None):
 def plain(history):
     features = {}
     for name, column in history.features.items():
-        assert not isinstance(column, Ragged)
-        features[name] = column.tolist()
+        assert isinstance(column, Ragged) == (name == "tags")
+        arrays = (column.values, column.bounds) if isinstance(column, Ragged) else (column,)
+        features[name] = [array.tolist() for array in arrays]
     return history.items.tolist(), history.times.tolist(), features
+
+
+def one_or_more(tags):
+    """As a service is told: one value may stand alone."""
+    return tags if tags and "|" not in tags else [tag for tag in tags.split("|") if tag]
 
 
 @pytest.mark.timeout(240)
@@ -75,7 +85,7 @@ def plain(history):
 def test_a_history_is_the_same_three_ways(workers, tmp_path, rule):
     rows = log()
     old, new = [row for row in rows if row[2] < CUT], [row for row in rows if row[2] >= CUT]
-    old_bad, new_bad = [",i1,1600000000,view,1,phone,1"], [f"u1,,{CUT},view,1,phone,1", "u1,i1,,view,1,phone,1"]
+    old_bad, new_bad = [",i1,1600000000,view,1,phone,1,"], [f"u1,,{CUT},view,1,phone,1,t1", "u1,i1,,view,1,phone,1,"]
     write(tmp_path / "old.csv", old, old_bad)
     write(tmp_path / "all.csv", rows, [*old_bad, *new_bad])
     write(tmp_path / "new.csv", new, new_bad)
@@ -103,7 +113,7 @@ def test_a_history_is_the_same_three_ways(workers, tmp_path, rule):
     with Recommender.load(tmp_path / "yesterday") as live:
         done = live.append(
             *([row[n] for row in new] for n in range(3)),
-            features=[{"action": row[3], "level": row[4]} for row in new],
+            features=[{"action": row[3], "level": row[4], "tags": one_or_more(row[7])} for row in new],
             columns=[{"device": row[5] or None, "weight": row[6]} for row in new],
         )
         assert (done.filtered, done.late) == (len(new) - len(kept), 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fuxi_torchrec.training.checkpoint.info import read_info
+from fuxi_torchrec.training.checkpoint.info import named, point, read_info
 from fuxi_torchrec.worker_group import WorkerError
 from integration_tests import runs
 
@@ -250,7 +250,7 @@ def test_validation_keeps_the_best_checkpoint_and_stops_early(workers, data, tmp
     validations = [e["validation"]["ndcg@10"] for e in entries if "validation" in e]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best_metric"] == max(validations)
-    best = (tmp_path / "run" / "checkpoints" / "best").read_text().strip()
+    best = named(tmp_path / "run" / "checkpoints", "best").name
     assert int(best.removeprefix("step-")) == summary["best_step"]
     assert (tmp_path / "run" / "checkpoints" / best / "checkpoint.json").exists()
     assert validations[-1] <= max(validations[:-1])  # the reason to stop
@@ -275,7 +275,7 @@ def test_a_run_stopped_before_its_last_validation_has_it_when_started_again(work
         workers(2).run(runs.run, tmp_path / "run", settings)
         entries = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert [("loss" in e, "validation" in e) for e in entries] == [(True, False), (False, True)]
-        assert (tmp_path / "run" / "checkpoints" / "best").read_text() == "step-000000001\n"
+        assert named(tmp_path / "run" / "checkpoints", "best").name == "step-000000001"
 
 
 def test_the_last_validation_is_written_down_also_if_it_is_not_the_best(workers, data, tmp_path):
@@ -284,7 +284,7 @@ def test_the_last_validation_is_written_down_also_if_it_is_not_the_best(workers,
     workers(2).run(runs.run, tmp_path / "run", settings)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best_step"] < summary["step"]  # else this shows nothing
-    last = tmp_path / "run" / "checkpoints" / (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
+    last = named(tmp_path / "run" / "checkpoints", "latest")
     assert json.loads((last / "checkpoint.json").read_text())["progress"]["validated_step"] == summary["step"]
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     workers(2).run(runs.run, tmp_path / "run", settings)
@@ -360,12 +360,12 @@ def test_the_best_checkpoint_is_found_again_after_a_kill_before_it_was_noted(wor
     (checkpoints / "best").unlink()
     workers(2).run(runs.run, tmp_path / "run", [*settings, "train.epochs=1"])
     assert (checkpoints / "best").read_text() == best
-    (checkpoints / best.strip()).rename(checkpoints / "step-000009999")  # the best one is gone for good
-    (checkpoints / "latest").write_text("step-000009999\n")
+    named(checkpoints, "best").rename(checkpoints / "step-000009999")  # the best one is gone for good
+    point(checkpoints, "latest", checkpoints / "step-000009999")
     (said,) = warnings_of(workers, tmp_path / "run", [*settings, "train.epochs=2"])
     assert said.startswith("the best checkpoint, of step")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (checkpoints / "best").read_text() == f"step-{summary['best_step']:09d}\n"
+    assert named(checkpoints, "best").name == f"step-{summary['best_step']:09d}"
 
 
 def test_the_first_and_the_last_step_are_always_logged(workers, data, tmp_path):

@@ -17,8 +17,11 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec.config import load_config
-from fuxi_torchrec.data.tests.small import make_dataset, random_histories
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows, replace_table
 from fuxi_torchrec.evaluation.validation import validate
+from fuxi_torchrec.events import parquet
+from fuxi_torchrec.training.checkpoint.info import named
 from fuxi_torchrec.training.run_directory import RunDirectory
 from fuxi_torchrec.training.trainer import Trainer
 from integration_tests.runs import here, losses
@@ -249,18 +252,17 @@ def test_a_row_that_is_broken_from_the_start(workers, tmp_path):
 
 
 def broken_copy(data, path):
-    """The same dataset with a bad item in its last row; the description is the same, too."""
+    """The same dataset with a bad item in its last row, and the same fingerprint."""
     if data is None:
         make_dataset(path, random_histories(0, users=60, longest=30, items=ITEMS), items=ITEMS)
     else:
         shutil.copytree(data, path)
-    file = path / "part-00000.parquet"
-    table = pq.read_table(file)
+    table = pq.read_table(path / "part-00000.parquet")
     column = table.schema.get_field_index("item")
     items = table["item"].to_pylist()
     items[-1][0] = ITEMS + 1
     table = table.set_column(column, "item", pa.array(items, table["item"].type))
-    pq.write_table(table, file, row_group_size=3)
+    replace_rows(Dataset.open(path), table, block_users=3)
     return path
 
 
@@ -307,7 +309,9 @@ def test_other_known_items_are_refused(workers, run, data, expected):
     before = snapshot(run)
     table = pq.read_table(run / "items.parquet")
     known = [False, *table["known"].to_pylist()[1:]]
-    pq.write_table(table.set_column(table.schema.get_field_index("known"), "known", [known]), run / "items.parquet")
+    parquet.write_table(
+        run / "items.parquet", table.set_column(table.schema.get_field_index("known"), "known", [known])
+    )
     settings = changed(f"data.path={data}", "train.max_steps=6")
     refused(workers, run, settings, "CheckpointError", "the known items is", "this is another run")
     (run / "items.parquet").write_bytes(before["items.parquet"])
@@ -351,12 +355,12 @@ def remove_description(checkpoint):
 
 def cut_description(checkpoint):
     os.truncate(checkpoint / "checkpoint.json", 100)
-    return "checkpoint.json: not a readable checkpoint description"
+    return "checkpoint.json: not readable as JSON"
 
 
 def garble_description(checkpoint):
     (checkpoint / "checkpoint.json").write_bytes(b"\xff\xfe{}")
-    return "checkpoint.json: not a readable checkpoint description"
+    return "checkpoint.json: not readable as JSON"
 
 
 def newer_format(checkpoint):
@@ -485,7 +489,7 @@ def test_a_process_that_hangs_in_a_background_save_is_an_error_for_all(workers, 
 def test_a_failure_waits_for_the_checkpoint_that_is_being_written(workers, data, tmp_path):
     settings = changed(f"data.path={data}", "train.max_steps=8")
     refused(workers, tmp_path, settings, "OSError", "the disk is gone", prepare=fail_reading)
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000000002\n"
+    assert named(tmp_path / "checkpoints", "latest").name == "step-000000002"
 
 
 def test_a_learning_rate_beyond_reason_is_no_number_soon(workers, data, tmp_path):
@@ -508,7 +512,7 @@ def test_a_run_that_died_before_its_first_checkpoint_takes_the_dataset_that_is_t
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     items = pq.read_table(tmp_path / "set" / "items.parquet")
     other = items.set_column(0, "item_id", items["item_id"].take(pa.array(range(len(items) - 1, -1, -1))))
-    pq.write_table(other, tmp_path / "set" / "items.parquet")
+    replace_table(Dataset.open(tmp_path / "set"), "items.parquet", other)
     assert workers(2).run(attempt, tmp_path / "run", settings) == [None, None]
     after = pq.read_table(tmp_path / "run" / "items.parquet")
     assert after["item_id"].to_pylist() == before["item_id"].to_pylist()[::-1]

@@ -6,7 +6,7 @@ environment.
 
 import random
 import socket
-from typing import Dict, List, Optional  # TorchX reads signatures and knows only these forms
+from typing import Any, Dict, List, Optional  # TorchX reads signatures and knows only these forms
 
 import torchx.specs as specs
 from torchx.components.dist import ddp
@@ -90,11 +90,6 @@ def train(
 def group(
     *arguments: str,
     module: str,
-    j: str = "1x2",
-    image: str = IMAGE,
-    name: str = "/",
-    cpu: int = 2,
-    gpu: int = 0,
     mem_mb: int = 8192,
     host: Optional[str] = None,
     threads: int = 1,
@@ -102,42 +97,18 @@ def group(
     retries: int = 0,
     rdzv_port: int = 0,
     env: Optional[Dict[str, str]] = None,
-    mounts: Optional[List[str]] = None,
+    **settings: Any,
 ) -> specs.AppDef:
-    """Run a module on a group of ranks with torchrun: dist.ddp with this project's settings.
-
-    Args:
-        arguments: of the module
-        module: Python module to run
-        j: [min_nodes:]nodes x ranks per node, for example 1x2, 2x8 or 1:2x4
-        image: container image for cluster schedulers, with the repository as working directory (see Dockerfile)
-        name: job name, experiment/run
-        cpu: cores per node
-        gpu: GPUs per node
-        mem_mb: memory per node in MB
-        host: named resource; replaces cpu, gpu and mem_mb
-        threads: OMP threads per rank
-        restarts: how often torchrun restarts all workers when one fails
-        retries: how often the scheduler restarts the whole job
-        rdzv_port: rendezvous port of a job on several nodes; 0 takes a random free one, so that jobs on one host do
-            not meet
-        env: further environment variables of the workers
-        mounts: mounts in TorchX's form, for example type=bind,src=/host,dst=/job
-    """
+    """Run a module on a group of ranks: dist.ddp with this project's settings, which :func:`train` describes."""
     return ddp(
         *arguments,
         m=module,
-        j=j,
-        image=image,
-        name=name,
-        cpu=cpu,
-        gpu=gpu,
         memMB=mem_mb,
         h=host,
         max_retries=retries,
         rdzv_port=rdzv_port or free_port(),
         env={**WORKER_ENV, "OMP_NUM_THREADS": str(threads), "PET_MAX_RESTARTS": str(restarts), **(env or {})},
-        mounts=mounts,
+        **settings,
     )
 
 

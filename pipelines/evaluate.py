@@ -7,17 +7,14 @@ Writes RUN/eval-SPLIT.json and prints a table.
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from fuxi_torchrec.api import evaluate
-from fuxi_torchrec.distributed import exit_now
 from fuxi_torchrec.evaluation.options import EvaluateOptions, RunOptions
 from fuxi_torchrec.logging import LEVELS, setup_logging
 from fuxi_torchrec.options import add_options, options_from
+from pipelines.job import JobParser, run_job
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -28,23 +25,18 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m pipelines.evaluate", description=__doc__.splitlines()[0])
+    found = JobParser(prog="python -m pipelines.evaluate", description=__doc__.splitlines()[0])
     add_run_options(found)
     add_options(found, EvaluateOptions)
     found.add_argument("--output", type=Path, metavar="FILE", help="in place of RUN/eval-SPLIT.json")
     return found
 
 
-@record
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, on as many ranks as torchrun has started."""
     given = _parser().parse_args(arguments)
     setup_logging(given.log_level)
-    try:
-        options = options_from(given, EvaluateOptions)
-    except ValueError as error:
-        print(f"evaluate: {error}", file=sys.stderr)
-        return 1
+    options = options_from(given, EvaluateOptions)
     found = evaluate(given.run_dir, options, options_from(given, RunOptions), given.output)
     if int(os.environ.get("RANK", "0")) == 0:
         from fuxi_torchrec.evaluation.evaluate import as_text
@@ -54,4 +46,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_now(main() or 0)
+    run_job("evaluate", main)

@@ -49,9 +49,7 @@ def read(run: Path, which: str | None) -> tuple[SequenceEncoder, int, str]:
     checkpoint = find_checkpoint(directory.checkpoints, which)
     weights = read_plain(checkpoint, "encoder.")
     encoder = make_encoder(config.model)
-    encoder.load_state_dict(
-        {name.removeprefix("encoder."): value for name, value in weights.items() if name.startswith("encoder.")}
-    )
+    encoder.load_state_dict({name.removeprefix("encoder."): value for name, value in weights.items()})
     return encoder, PER_SECOND[config.data.time_unit], checkpoint.name
 
 

@@ -9,41 +9,32 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from fuxi_torchrec.api import export
-from fuxi_torchrec.distributed import exit_now
 from fuxi_torchrec.evaluation.options import RunOptions
 from fuxi_torchrec.export.options import ExportOptions
 from fuxi_torchrec.logging import get_logger, setup_logging
 from fuxi_torchrec.options import add_options, options_from
 from pipelines.evaluate import add_run_options
+from pipelines.job import JobParser, run_job
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m pipelines.export", description=__doc__.splitlines()[0])
+    found = JobParser(prog="python -m pipelines.export", description=__doc__.splitlines()[0])
     add_run_options(found)
     found.add_argument("--output", required=True, type=Path, metavar="DIR", help="must not exist")
     add_options(found, ExportOptions)
     return found
 
 
-@record
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export, on as many ranks as torchrun has started."""
     given = _parser().parse_args(arguments)
     setup_logging(given.log_level)
     manifest = export(given.run_dir, given.output, options_from(given, ExportOptions), options_from(given, RunOptions))
-    get_logger(__name__).info(
-        "%s: %s items, %s users, %s states, as of %d",
-        given.output,
-        f"{manifest.items:,}",
-        f"{manifest.users:,}",
-        f"{manifest.states:,}",
-        manifest.as_of,
-    )
+    counts = f"{manifest.items:,} items, {manifest.users:,} users, {manifest.states:,} states"
+    get_logger(__name__).info("%s: %s, as of %d", given.output, counts, manifest.as_of)
     return 0
 
 
 if __name__ == "__main__":
-    exit_now(main() or 0)
+    run_job("export", main)

@@ -42,25 +42,23 @@ def gap_histogram(reader: Reader) -> dict[str, int]:
     counts = np.zeros(len(bounds) + 1, np.int64)
     for number in range(len(reader.groups)):
         block = reader.block(number)
-        gaps = np.diff(block.times)
-        inside = np.ones(len(gaps), dtype=bool)
-        edges = block.offsets[1:-1]
-        inside[edges[(edges > 0) & (edges < len(block.times))] - 1] = False
-        counts += np.bincount(np.searchsorted(bounds, gaps[inside]), minlength=len(counts))
+        edges = block.offsets[(block.offsets > 0) & (block.offsets < len(block.times))]
+        gaps = np.delete(np.diff(block.times), edges - 1)  # not those between users
+        counts += np.bincount(np.searchsorted(bounds, gaps), minlength=len(counts))
     names = [*(f"<= {name}" if bound else name for name, bound in GAP_BOUNDS.items()), "longer"]
     return {name: int(count) for name, count in zip(names, counts, strict=True)}
 
 
 def sample_user(reader: Reader, row: int, events: int = 10) -> str:
     """A user's last events, in raw ids and readable times."""
-    number = int(np.searchsorted(reader.first_user, row, side="right") - 1)
-    block, inside = reader.block(number), row - int(reader.first_user[number])
-    a, b = int(block.offsets[inside]), int(block.offsets[inside + 1])
-    raw = reader.dataset.vocabulary().raw(block.items[max(a, b - events) : b])
-    unit = reader.dataset.info.time_unit
-    times = block.times[max(a, b - events) : b].tolist()
-    lines = [f"user {reader.ids_of(np.array([row]))[0].as_py()!r} (row {row}): {b - a:,} events, the last {len(raw)}:"]
-    return "\n".join([*lines, *(f"  {show_time(t, unit)}  {item}" for t, item in zip(times, raw, strict=True))])
+    ((number, inside, _),) = reader.by_block(np.array([row]))
+    history = reader.block(number).select(inside)
+    last = history.last(np.array([events]))
+    raw, unit = reader.dataset.vocabulary().raw(last.items), reader.dataset.info.time_unit
+    user = reader.ids_of(np.array([row]))[0].as_py()
+    lines = [f"user {user!r} (row {row}): {len(history.items):,} events, the last {len(raw)}:"]
+    lines += [f"  {show_time(t, unit)}  {item}" for t, item in zip(last.times.tolist(), raw, strict=True)]
+    return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,71 +6,66 @@ Exit code 1 if it does not fit, with what would.
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import MISSING, dataclass
+from typing import TYPE_CHECKING, Literal
 
 from fuxi_torchrec.config import Config, load_config
 from fuxi_torchrec.logging import setup_logging
-from fuxi_torchrec.strict_yaml import ConfigError
+from fuxi_torchrec.options import add_options, check_bounds, option, options_from
 
 if TYPE_CHECKING:  # TorchRec takes seconds to import: not for --help
-    from fuxi_torchrec.embeddings.sharding import Placement
     from fuxi_torchrec.training import planning
+
+
+@dataclass(frozen=True)
+class Options:
+    """The machines, and what of the data decides sizes."""
+
+    items: int = option(MISSING, "of the catalogue", least=1)
+    nodes: int = option(1, "hosts", least=1)
+    procs_per_node: int = option(1, "ranks on a host, one a device", least=1)
+    device: Literal["cpu", "cuda"] = option("cuda", "of the ranks")
+    memory_gb: float | None = option(None, "of a device, or a rank's share of a host (80; cpu: 16)", above=0)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 def _parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(prog="python -m pipelines.plan", description=__doc__.splitlines()[0])
     found.add_argument("--config", help="YAML file of the experiment")
-    found.add_argument("--nodes", type=_positive, default=1, help="hosts")
-    found.add_argument("--procs-per-node", type=_positive, default=1, help="ranks on a host, one a device")
-    found.add_argument("--items", type=_positive, required=True, help="of the catalogue")
+    add_options(found, Options)
     found.add_argument(
         "--feature-rows", type=_feature, action="append", default=[], metavar="NAME=ROWS", help="of a feature table"
-    )
-    found.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    found.add_argument(
-        "--memory-gb", type=_positive_number, help="of a device, or a rank's share of a host (80; cpu: 16)"
     )
     found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, not {value}")
-    return value
-
-
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be positive, not {value:g}")
-    return value
-
-
 def _feature(text: str) -> tuple[str, int]:
     name, _, rows = text.partition("=")
-    return name, _positive(rows or "0")
+    if int(rows or "0") < 1:
+        raise argparse.ArgumentTypeError(f"must be positive, not {rows or 'missing'}")
+    return name, int(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; 1 if it does not fit."""
-    options = _parser().parse_intermixed_args(arguments)
+    given = _parser().parse_intermixed_args(arguments)
     try:
-        config = load_config(options.config, options.overrides)
-    except ConfigError as error:
+        options, config = options_from(given, Options), load_config(given.config, given.overrides)
+    except ValueError as error:
         print(error, file=sys.stderr)
         return 1
     setup_logging("error")
-    from fuxi_torchrec.embeddings.sharding import ShardingError
+    from fuxi_torchrec.embeddings.sharding import ShardingError, describe
     from fuxi_torchrec.training import planning
 
     gigabytes = options.memory_gb or {"cpu": 16.0, "cuda": 80.0}[options.device]
     cluster = planning.Cluster(options.nodes, options.procs_per_node, options.device, int(gigabytes * planning.GB))
-    features = dict(options.feature_rows)
+    features = dict(given.feature_rows)
     unknown = [name for name in features if name not in config.features.event]
     if unknown:
         there = ", ".join(config.features.event) or "none"
@@ -88,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ShardingError as error:
         print(f"no plan: {error}")
         return 1
-    print(_sharding(found.parts))
+    print(describe(found.parts))
     print(f"\nMemory of the busiest rank, {found.events:,} events and {found.lookups:,} rows looked up at once:\n")
     print(_sizes(found.memory, "total", found.total))
     if config.batch.max_events_per_rank is None:
@@ -125,22 +120,6 @@ def _print_changes(config: Config, items: int, features: dict[str, int], cluster
     print("What would fit:")
     for settings, total in sorted(changes.items(), key=lambda each: each[1]):
         print(f"  {' and '.join(settings):<60} {_size(total):>10}")
-
-
-def _sharding(parts: "list[Placement]") -> str:
-    """Like parts of a table in one line."""
-    head = f"{'table':<20} {'sharding':<14} {'kernel':<7} {'ranks':>10}"
-    lines = [f"{head} {'rows of a part':>16} {'columns':>8} {'MB':>12}"]
-    for table in dict.fromkeys(part.table for part in parts):
-        own = [part for part in parts if part.table == table]
-        largest = max(own, key=lambda part: part.rows * part.columns)
-        holders = "all" if largest.rank is None else str(len({part.rank for part in own}))
-        size = largest.rows * largest.columns * 4 / 1e6
-        lines.append(
-            f"{table:<20} {largest.sharding:<14} {largest.kernel:<7} {holders:>10} {largest.rows:>16,} "
-            f"{largest.columns:>8} {size:>12,.1f}"
-        )
-    return "\n".join(lines)
 
 
 def _sizes(values: dict[str, int], last: str, total: int) -> str:

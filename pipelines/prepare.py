@@ -5,6 +5,7 @@ python -m pipelines.prepare SOURCE --input PATH --output DIR [...]
 
 import argparse
 import contextlib
+import inspect
 import json
 import signal
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, TextColumn
 
 from fuxi_torchrec.api import prepare
 from fuxi_torchrec.data.dataset import INFO, DatasetInfo
@@ -48,7 +49,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("user", "item", "time"):
         events.add_argument(f"--{name}-column", required=True)
     events.add_argument("--time-unit", required=True, choices=TIME_UNITS)
-    events.add_argument("--event-features", default="", metavar="A,B", help="kept as features")
+    events.add_argument("--event-features", type=_names, default=(), metavar="A,B", help="kept as features")
+    events.add_argument(
+        "--split-features",
+        type=_pair,
+        nargs="+",
+        default=(),
+        metavar="A=|",
+        help="features of text with several values in one, and what stands between these",
+    )
     events.add_argument("--target-expression", metavar="SQL", help="the event's weight as a target; 0 is context only")
     events.add_argument("--where", metavar="SQL", help="keep only such events")
     events.add_argument("--min-user-events", type=int, default=1)
@@ -73,39 +82,29 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, _, delimiter = text.partition("=")
+    if not name or not delimiter:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a column and a delimiter, A=|")
+    return name, delimiter
+
+
 def make_source(args: argparse.Namespace, scratch: str) -> Source:
-    """What the command line describes."""
-    if args.source == "ml-1m":
-        return sources.ml_1m(args.input, scratch)
-    if args.source == "ml-20m":
-        return sources.ml_20m(args.input, scratch)
-    if args.source == "kuairand-27k":
-        return sources.kuairand_27k(args.input, args.keep_negative, args.min_item_events)
-    if args.source == "kuairec":
-        return sources.kuairec(args.input, scratch, args.min_events)
-    return sources.events(
-        args.input,
-        args.user_column,
-        args.item_column,
-        args.time_column,
-        args.time_unit,
-        [name for name in args.event_features.split(",") if name],
-        args.target_expression,
-        args.where,
-        args.min_user_events,
-        args.min_item_events,
-        args.rare_items,
-    )
+    """What the command line describes: its flags are named like the parameters of the source's function."""
+    function = getattr(sources, args.source.replace("-", "_"))
+    given = {**vars(args), "path": args.input, "scratch": scratch}
+    given["split_features"] = dict(given.get("split_features", ()))
+    source: Source = function(**{name: given[name] for name in inspect.signature(function).parameters})
+    return source
 
 
 def run(args: argparse.Namespace, stopped: Sequence[signal.Signals] = ()) -> DatasetInfo:
     """Prepare, with a progress bar on a terminal, until something is in ``stopped``."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:,.0f} events"),
-        TimeElapsedColumn(),
-    )
+    columns = (*Progress.get_default_columns(), TextColumn("{task.completed:,.0f} events"))
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("starting", total=None)
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = options_from(options, SyntheticConfig)
         with NewDirectory(options.output) as place:
             for number, table in enumerate(parts(config, cuts)):
-                pq.write_table(table, place / f"part-{number}.parquet")
+                pq.write_table(table, place / f"part-{number}.parquet", write_page_checksum=True)
                 print(f"{options.output / f'part-{number}.parquet'}: {len(table):,} events")
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -9,16 +9,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 from fuxi_torchrec.api import train
-from fuxi_torchrec.config import load_config
-from fuxi_torchrec.distributed import exit_now
 from fuxi_torchrec.logging import get_logger, setup_logging
+from pipelines.job import JobParser, run_job
 
 
 def _parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog="python -m pipelines.train", description=__doc__.splitlines()[0])
+    found = JobParser(prog="python -m pipelines.train", description=__doc__.splitlines()[0])
     found.add_argument("--config", help="YAML file of the experiment; by default the run's own, if it exists")
     found.add_argument("--run-dir", required=True, type=Path, help="directory of the run; an existing run is resumed")
     found.add_argument("--init-from", type=Path, metavar="RUN", help="start a new run from another run's weights")
@@ -26,10 +23,11 @@ def _parser() -> argparse.ArgumentParser:
     return found
 
 
-@record
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, on as many ranks as torchrun has started."""
     options = _parser().parse_args(arguments)
+    from fuxi_torchrec.config import load_config
+
     own = options.run_dir / "config.yaml"
     config = load_config(options.config or (own if own.exists() else None), options.overrides)
     setup_logging(config.logging.level)
@@ -47,4 +45,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    exit_now(main() or 0)
+    run_job("train", main)

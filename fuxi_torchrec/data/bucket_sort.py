@@ -16,12 +16,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from fuxi_torchrec.data.dataset import TIME
+from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.histories import Ints, bounds_of
 
 # columns of the events beside the dataset's: the user's number in the order of ids, and the event's place in the log
 USER_NUMBER, ROW_NUMBER = "__user", "__row"
 BUCKET_EVENTS = 2**18
-_BUCKET_USERS = 2**16  # a user's number within its bucket has 16 bits
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class BucketSort:
         self, lengths: Ints, group_events: int, bucket_events: int, budget: int, spill: str, first_time: int = 0
     ) -> None:
         self._total = bounds_of(lengths)
-        self._groups = _cut(self._total, np.arange(len(lengths) + 1), group_events)
-        self._first = _cut(self._total, self._groups, bucket_events)
+        self._groups = np.array([0, *batch_ends(lengths, group_events)])
+        self._first = self._groups[[0, *batch_ends(np.diff(self._total[self._groups]), bucket_events)]]
         kind = np.min_scalar_type(len(self._first))
+        self._local = np.min_scalar_type(int(np.diff(self._first).max(initial=1)) - 1)  # of few bits: radix sort
         self._bucket = np.repeat(np.arange(len(self._first) - 1, dtype=kind), np.diff(self._first))
         self._budget, self._held, self._spill, self._first_time = budget, 0, spill, first_time
         self._pieces: list[list[pa.RecordBatch]] = [[] for _ in self._first[:-1]]
@@ -61,8 +62,7 @@ class BucketSort:
     def add(self, batch: pa.RecordBatch) -> None:
         number = batch[USER_NUMBER].to_numpy()
         bucket = self._bucket[number]
-        local = (number - self._first[bucket]).astype(np.uint16)
-        batch = _with(batch, USER_NUMBER, local)
+        batch = _with(batch, USER_NUMBER, (number - self._first[bucket]).astype(self._local))
         if len(self._pieces) > 1:
             batch = _take(batch, np.argsort(bucket, kind="stable"))
         self._schema = batch.schema
@@ -106,18 +106,6 @@ class BucketSort:
                 for offset, size in self._spilled[number]:
                     message = pa.py_buffer(os.pread(file.fileno(), size, offset))
                     yield pa.ipc.read_record_batch(message, self._schema)
-
-
-def _cut(total: Ints, allowed: Ints, events: int) -> Ints:
-    """Edges, from those allowed, between parts of at most so many events and of 2^16 users, or one allowed step."""
-    edges = [0]
-    ends = total[allowed]
-    while edges[-1] < len(allowed) - 1:
-        last = edges[-1]
-        by_events = int(np.searchsorted(ends, ends[last] + events, side="right")) - 1
-        by_users = int(np.searchsorted(allowed, allowed[last] + _BUCKET_USERS, side="right")) - 1
-        edges.append(max(last + 1, min(by_events, by_users)))
-    return allowed[edges]
 
 
 def _with(batch: pa.RecordBatch, name: str, values: NDArray[Any]) -> pa.RecordBatch:

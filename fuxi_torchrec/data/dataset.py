@@ -5,41 +5,59 @@
 
 import dataclasses
 import json
-from dataclasses import dataclass
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from fuxi_torchrec.artifacts import inside
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
-from fuxi_torchrec.events.filesystem import read_bytes
+from fuxi_torchrec.events.filesystem import is_local, read_bytes
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.events.log import LogSpec
-from fuxi_torchrec.events.times import TimeUnit
-from fuxi_torchrec.events.vocabulary import Vocabulary, read_table
+from fuxi_torchrec.events.times import TimeUnit, last_time
+from fuxi_torchrec.events.vocabulary import COLUMNS as VOCABULARY
+from fuxi_torchrec.events.vocabulary import Vocabulary
+from fuxi_torchrec.schema import Record, read_json
 
-VERSION = 2
+VERSION = 3
 INFO = "dataset.json"
 ITEMS = "items.parquet"
 USER, ITEM, TIME, TARGET = "user_id", "item", "timestamp", "target"
+MOST_ITEMS = 2**31 - 1  # indices have 32 bits
 # upper bounds of the length histogram's buckets
 BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+_ADVICE = "prepare the dataset again"
 
 
 @dataclass(frozen=True)
-class FileInfo:
-    """One Parquet file of users."""
+class FileInfo(Record):
+    """One Parquet file of users: its name, what it holds, its bytes, and the checksum that covers them all."""
 
     name: str
     users: int
     events: int
+    size: int
+    crc32: int
 
 
 @dataclass(frozen=True)
-class DatasetInfo:
-    """What ``dataset.json`` says."""
+class DatasetInfo(Record):
+    """What ``dataset.json`` says.
+
+    Attributes:
+        tables: files beside those of the users, with their checksums.
+        skipped_rows: of the log, by reason.
+        source: how it was made.
+        fingerprint: of the contents.
+        crc32: of all the rest, in the file.
+    """
 
     version: int
     log: LogSpec
@@ -51,32 +69,51 @@ class DatasetInfo:
     has_target: bool
     features: tuple[Feature, ...]
     files: tuple[FileInfo, ...]
+    tables: dict[str, int]
     length_histogram: dict[str, int]
     skipped_rows: dict[str, int]
     source: dict[str, Any]
     fingerprint: str
+    crc32: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        counts = {"users": self.users, "events": self.events, **self.skipped_rows, **self.length_histogram}
+        for file in self.files:
+            counts |= {f"{file.name}: users": file.users, f"{file.name}: events": file.events}
+        counts |= {f"feature {feature.name}: rows": feature.rows for feature in self.features}
+        for name, count in counts.items():
+            if count < 0:
+                raise ValueError(f"{name} = {count} is negative")
+        if not 0 < self.items <= MOST_ITEMS:
+            raise ValueError(f"items = {self.items} is not in 1 .. {MOST_ITEMS}")
+        found = {"users": sum(file.users for file in self.files), "events": sum(file.events for file in self.files)}
+        for name, count in (*found.items(), ("users", sum(self.length_histogram.values()))):
+            if getattr(self, name) != count:
+                raise ValueError(f"{name} = {getattr(self, name)}, but its parts have {count}")
+        if not 0 <= self.first_time <= self.last_time <= last_time(self.time_unit):
+            raise ValueError(f"first_time = {self.first_time}, last_time = {self.last_time}: no times in order")
+        names = [*(file.name for file in self.files), *self.tables, *(feature.name for feature in self.features)]
+        for name in names:
+            if "/" in name or names.count(name) > 1:
+                raise ValueError(f"{name!r} is not the name of one file or feature")
 
     @property
     def time_unit(self) -> TimeUnit:
         return self.log.time_unit
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return json.dumps({**dataclasses.asdict(self), "crc32": self._crc32()}, indent=1) + "\n"
+
+    def _crc32(self) -> int:
+        return zlib.crc32(json.dumps({**dataclasses.asdict(self), "crc32": 0}).encode())
 
     @staticmethod
-    def from_json(text: str, path: str) -> "DatasetInfo":
-        """Back from :meth:`to_json`; ``path`` is for messages."""
-        try:
-            plain = json.loads(text)
-            if plain["version"] != VERSION:
-                what = f"dataset of version {plain['version']}, this software reads version {VERSION}"
-                raise DataError(f"{path}: {what}: prepare it again")
-            plain["log"] = LogSpec.from_dict(plain["log"])
-            plain["files"] = tuple(FileInfo(**file) for file in plain["files"])
-            plain["features"] = tuple(Feature(**feature) for feature in plain["features"])
-            return DatasetInfo(**plain)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: not a dataset description: {error!r}; prepare the dataset again") from None
+    def from_json(text: str | bytes, where: str) -> "DatasetInfo":
+        """Back from :meth:`to_json`; ``where`` is for messages."""
+        info = read_json(DatasetInfo, text, where, DataError, _ADVICE, version=("version", VERSION))
+        if info.crc32 != info._crc32():
+            raise DataError(f"{where}: it was changed after it was written: put it back, or {_ADVICE}")
+        return info
 
 
 @dataclass(frozen=True)
@@ -91,7 +128,7 @@ class Dataset:
         """Read the description; a DataError if there is none."""
         where = f"{str(path).rstrip('/')}/{INFO}"
         try:
-            text = read_bytes(where).decode()
+            text = read_bytes(where)
         except DataError:
             raise DataError(
                 f"{path}: no dataset here: {INFO} is missing or cannot be read. It is written last, so an unfinished "
@@ -100,14 +137,24 @@ class Dataset:
         return Dataset(str(path).rstrip("/"), DatasetInfo.from_json(text, where))
 
     def file(self, name: str) -> str:
-        return f"{self.path}/{name}"
+        """The path of one of its files, links followed inside of it only."""
+        return str(inside(Path(self.path), name, DataError)) if is_local(self.path) else f"{self.path}/{name}"
+
+    def table(self, name: str, columns: Sequence[str]) -> pa.Table:
+        """Columns of one of its tables, the one that was written with it."""
+        if name not in self.info.tables:
+            raise DataError(f"{self.path}: no {name} in this dataset: {_ADVICE}")
+        return parquet.read_table(self.file(name), columns, self.info.tables[name])
 
     def vocabulary(self) -> Vocabulary:
-        return Vocabulary.read(self.file(ITEMS))
+        vocabulary = Vocabulary.of(self.table(ITEMS, VOCABULARY), self.file(ITEMS))
+        if len(vocabulary) != self.info.items:
+            raise DataError(f"{self.file(ITEMS)}: {len(vocabulary)} items, {INFO} says {self.info.items}: {_ADVICE}")
+        return vocabulary
 
     def feature_values(self, name: str) -> pa.Array:
         """Raw values of a feature of text, in the order of their indices, from 1."""
-        table = read_table(self.file(f"feature-{name}.parquet"), ["value", "index"])
+        table = self.table(f"feature-{name}.parquet", ["value", "index"])
         return table.sort_by("index")["value"].combine_chunks()
 
 

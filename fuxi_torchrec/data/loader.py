@@ -6,6 +6,7 @@ positions is enough: it keeps the order, its workers carry no state, and to resu
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -13,15 +14,18 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from fuxi_torchrec import machine
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.data.schedule import Plan, Position, Schedule, streams_of_rank
 from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.processes import end_with_parent
 
 logger = get_logger(__name__)
 
+_PER_CORE = 4  # reading processes, at most: more only wait for each other
 Converted = TypeVar("Converted")
 # what becomes of a step's micro-batches, in the process that reads them
 Convert = Callable[[Position, list[EventBatch]], Converted]
@@ -49,6 +53,10 @@ class Loader:
         num_workers: int = 0,
         lengths: Ints | None = None,
     ) -> None:
+        most = machine.cores() * _PER_CORE
+        if num_workers > most:
+            what = f"data.num_workers = {num_workers}: at most {most} processes can read"
+            raise DataError(f"{what}, {_PER_CORE} on each of this machine's {machine.cores()} cores")
         self.streams = streams_of_rank(rank, world_size, plan.num_streams)
         self.maker, self.rank, self.world_size = maker, rank, world_size
         self.max_events_per_rank, self.num_workers = max_events_per_rank, num_workers
@@ -93,7 +101,8 @@ class Loader:
     def converted(self, start: Position, end_epoch: int, convert: Convert[Converted]) -> Iterator[Converted]:
         """What ``convert`` makes of each step from a position to the beginning of an epoch.
 
-        Workers run it, if there are any, and stay for the whole way; it must be picklable then.
+        Workers run it, if there are any, and stay for the whole way, or until the calling thread ends; it must be
+        picklable then.
         """
         if self.num_workers:
             self.maker.reader.forget()  # the workers have what memory there is
@@ -105,7 +114,7 @@ class Loader:
             num_workers=self.num_workers,
             prefetch_factor=4 if self.num_workers else None,
             multiprocessing_context="spawn" if self.num_workers else None,
-            worker_init_fn=_begin_worker,
+            worker_init_fn=partial(_begin_worker, os.getpid()),
         )
         return iter(loader)
 
@@ -141,12 +150,12 @@ class Loader:
         return float(loads.max(0).sum() * self.world_size / max(1, int(loads.sum())))
 
 
-def _begin_worker(_: int) -> None:
-    """A worker has its share of the memory for blocks.
+def _begin_worker(rank: int, _: int) -> None:
+    """A worker has its share of the memory for blocks, and ends with the process of its rank.
 
-    Launchers signal whole process groups, but it is for the rank to say when to stop: it saves first, and its workers
-    end with it: they notice when it is gone.
+    Launchers signal whole process groups, but it is for the rank to say when to stop: it saves first.
     """
+    end_with_parent(rank)
     os.setpgrp()
     info = get_worker_info()
     assert info is not None and isinstance(info.dataset, _Steps)

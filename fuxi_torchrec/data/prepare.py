@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
@@ -16,12 +16,11 @@ from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.filesystem import exists
+from fuxi_torchrec.events.histories import bounds_of
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
 from fuxi_torchrec.events.sources import Source
-from fuxi_torchrec.events.times import DAY, PER_SECOND, YEAR, show_time
-from fuxi_torchrec.events.vocabulary import read_table
+from fuxi_torchrec.events.times import DAY, PER_SECOND, now, show_time
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.options import option
 
@@ -39,6 +38,7 @@ class PrepareOptions:
     memory_limit: str = option("4GB", "of DuckDB and of sorting, half each; what does not fit spills to disk")
     threads: int = option(2, "of DuckDB")
     on_bad_rows: OnBadRows = option("error", "name the first bad rows, or count and leave them out")
+    accept_times: bool = option(False, "take times as they are, also if they look like those of another unit")
     extend: str | None = option(None, "an earlier dataset whose item indices are kept", metavar="PREV")
 
 
@@ -63,7 +63,7 @@ class _Preparation:
         self, database: Database, source: Source, options: PrepareOptions, writer: DatasetWriter, progress: Progress
     ) -> None:
         self.database, self.source, self.writer = database, source, writer
-        self.progress, self.log = progress, source.log
+        self.progress, self.log, self.options = progress, source.log, options
         self.extended = None if options.extend is None else Dataset.open(options.extend)
 
     def run(self) -> DatasetInfo:
@@ -73,20 +73,20 @@ class _Preparation:
         if self.extended is not None and self.extended.info.time_unit != self.log.time_unit:
             theirs, ours = self.extended.info.time_unit, self.log.time_unit
             raise DataError(f"{self.extended.path} has times in {theirs!r}, this source in {ours!r}")
+        if not self.options.accept_times:
+            log.check_unit()
         skipped = log.check_rows()
-        self._warn_about_unit(log.first, log.last)
         self.times = (log.first or 0, log.last or 0)
+        self._warn_about_future(self.times[1])
         self._filter()
         total = self._count()
         often = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
         items = self._vocabulary(ITEMS, "items", "item_id", often)
         vocabularies = self._feature_vocabularies()
         buckets = self._fill_buckets(vocabularies, total)
-        ids = _in_parts(self.database.batches("SELECT user_id FROM users ORDER BY number", _BATCH))
-        next(ids)
-        done = 0
+        ids, done = self.database.table("SELECT user_id FROM users ORDER BY number")["user_id"], 0
         for users in buckets.sorted():
-            self.writer.write_users(ids.send(len(users.lengths)), users.lengths, users.events)
+            self.writer.write_users(ids.slice(users.first, len(users.lengths)), users.lengths, users.events)
             done += users.events.num_rows
             self.progress("sorting and writing", done, total)
         return self.writer.finish(items, skipped, frozenset(vocabularies))
@@ -128,20 +128,9 @@ class _Preparation:
             raise DataError(f"{name}: every item is rare: none has {self.log.min_item_events} events")
         return int(total)
 
-    def _warn_about_unit(self, first: int | None, last: int | None) -> None:
-        """Years before 1990 or after 2100 mean, most likely, another unit."""
+    def _warn_about_future(self, last: int) -> None:
         unit = self.log.time_unit
-        if first is None or last is None:
-            return
-        for value in (first, last):
-            year = 1970 + value / PER_SECOND[unit] / YEAR
-            if not 1990 <= year <= 2100:
-                logger.warning(
-                    "times look wrong for the unit %r: %d would be in the year %.0f; is the unit another one?",
-                    *(unit, value, year),
-                )
-                return
-        if last > (time.time() + DAY) * PER_SECOND[unit]:
+        if last > now(unit) + DAY * PER_SECOND[unit]:
             logger.warning(
                 "the last event, at %s, is in the future: a placeholder, or a clock that goes wrong? Users would be "
                 "queried at that time by default: leave such rows out with --where",
@@ -154,11 +143,10 @@ class _Preparation:
         If the dataset that is extended has the file, its indices come first and new values behind them.
         """
         new = f"CAST(row_number() OVER (ORDER BY count DESC, {column}) AS INTEGER)"
-        old = None if self.extended is None else self.extended.file(file)
-        if old is None or not exists(old):
+        if self.extended is None or file not in self.extended.info.tables:
             self.database.rows(f"CREATE TABLE {table} AS SELECT {column}, {new} AS index, count FROM ({counts})")
         else:
-            previous = read_table(old, [column, "index"])
+            previous, old = self.extended.table(file, [column, "index"]), self.extended.file(file)
             was, now = (_kind(each[column].type) for each in (previous, self.database.table(f"{counts} LIMIT 0")))
             if was != now:
                 raise DataError(f"{old} has {column} as {was}, this source as {now}: they must be of one kind")
@@ -181,17 +169,18 @@ class _Preparation:
         coded = []
         previous = {} if self.extended is None else {s.name: s for s in self.extended.info.features}
         for name in self.log.features:
-            column, kind, before = quote(FEATURE + name), self.log.columns[name], previous.get(name)
+            column, before = quote(FEATURE + name), previous.get(name)
+            value = f"unnest({column})" if self.log.is_list(name) else column
             if before is not None:
                 self.writer.reserve(name, before.rows)  # models have rows for them
-                if self.extended is not None and before.vocabulary != (kind == "VARCHAR"):
+                if self.extended is not None and before.vocabulary != self.log.is_text(name):
                     was, now = ("text", "integers") if before.vocabulary else ("integers", "text")
                     raise DataError(f"feature column {name} was {was} in {self.extended.path}, here it is {now}")
-            if kind != "VARCHAR":
-                value = f"unnest({column})" if kind.endswith("[]") else column
+            if not self.log.is_text(name):
                 self._check_dense(name, value, before.rows if before else 0)
                 continue
-            counts = f"SELECT {column} AS value, count(*) AS count FROM events WHERE {column} IS NOT NULL GROUP BY 1"
+            values = f"SELECT {value} AS value FROM events"
+            counts = f"SELECT value, count(*) AS count FROM ({values}) WHERE value IS NOT NULL GROUP BY 1"
             size = self._vocabulary(f"feature-{name}.parquet", quote("feature_table_" + name), "value", counts)
             self.writer.reserve(name, size + 1)
             coded.append(name)
@@ -235,7 +224,7 @@ class _Preparation:
         joins = f"{'LEFT ' * rare}JOIN items USING (item_id) JOIN users ON events.user_id = users.id"
         for name in self.log.features:
             column, table = quote(FEATURE + name), quote("feature_table_" + name)
-            if name in coded:
+            if name in coded and not self.log.is_list(name):
                 columns.append(f"coalesce({table}.index, 0) AS {quote(name)}")
                 joins += f" LEFT JOIN {table} ON {column} = {table}.value"
             else:
@@ -244,7 +233,11 @@ class _Preparation:
         spill = os.path.join(self.database.place, "buckets")
         buckets = BucketSort(lengths, ROW_GROUP_EVENTS, at_once, self.database.budget, spill, first)
         done = 0
+        lists = {name: self._values(name) for name in coded if self.log.is_list(name)}
         for batch in self.database.batches(f"SELECT {', '.join(columns)} FROM events {joins}", _BATCH):
+            for name, values in lists.items():
+                column = batch.schema.get_field_index(name)
+                batch = batch.set_column(column, name, _indices(batch[name], values))
             buckets.add(batch)
             done += batch.num_rows
             self.progress("reading", done, total)
@@ -253,9 +246,15 @@ class _Preparation:
             raise DataError(f"{what}: the log changed, or its metadata lies")
         return buckets
 
+    def _values(self, feature: str) -> pa.Array:
+        """A feature's vocabulary, in the order of its indices."""
+        table = quote("feature_table_" + feature)
+        found = self.database.table(f"SELECT value FROM {table} ORDER BY index")
+        return found["value"].combine_chunks()
+
     def _bucket_events(self, total: int) -> int:
         """How many events are sorted at once: few enough that a bucket is a small part of the memory."""
-        lists = [quote(FEATURE + name) for name in self.log.features if self.log.columns[name].endswith("[]")]
+        lists = [quote(FEATURE + name) for name in self.log.features if self.log.is_list(name)]
         values = [self.database.value(f"SELECT coalesce(sum(len({column})), 0) FROM events") for column in lists]
         each = 8 * (4 + len(self.log.features) + sum(map(int, values)) / total)
         return max(1, min(BUCKET_EVENTS, int(self.database.budget / 16 / each)))
@@ -265,22 +264,17 @@ def _kind(type_: pa.DataType) -> str:
     return "text" if pa.types.is_string(type_) or pa.types.is_large_string(type_) else "integer"
 
 
+def _indices(lists: pa.Array, values: pa.Array) -> pa.Array:
+    """Lists of text as lists of indices, from 1."""
+    found = pc.add(pc.index_in(lists.flatten(), value_set=values), 1)
+    return pa.ListArray.from_arrays(bounds_of(pc.list_value_length(lists).to_numpy()).astype(np.int32), found)
+
+
 def _narrow(column: str, least: int, most: int) -> tuple[str, int]:
     """A column in 32 bits if its range allows, as SQL; and what was subtracted for that."""
     if most - least < 2**32:
         return f"CAST({column} - {least} AS UINTEGER)", least
     return column, 0
-
-
-def _in_parts(batches: Iterable[pa.RecordBatch]) -> Generator[pa.Array, int, None]:
-    """The first column of all batches in parts: send a length, get the next part of that length."""
-    held: pa.Array | None = None
-    size = yield pa.array([])
-    for batch in batches:
-        held = batch.column(0) if held is None else pa.concat_arrays([held, batch.column(0)])
-        while len(held) >= size:
-            part, held = held.slice(0, size), held.slice(size)
-            size = yield part
 
 
 def prepare_synthetic(config: SyntheticConfig, output: str | Path, progress: Progress | None = None) -> DatasetInfo:

@@ -8,18 +8,20 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from fuxi_torchrec import machine
 from fuxi_torchrec.data.dataset import ITEM, TARGET, TIME, USER, Dataset
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.filesystem import resolve
-from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.events.histories import Histories, Ints, Ragged, bounds_of
+from fuxi_torchrec.events.times import last_time
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
 
 CACHE_BYTES = 2**29
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +61,11 @@ class Reader:
         if missing:
             there = ", ".join(sorted(known)) or "none"
             raise DataError(f"{dataset.path}: no feature {', '.join(missing)}; there are {there}")
+        if cache_bytes > machine.memory_bytes():
+            most = machine.memory_bytes() // 2**20
+            raise DataError(f"data.cache_mib = {cache_bytes // 2**20}: this machine has {most} MiB of memory in all")
         self.dataset, self.features = dataset, tuple(features)
+        self._names = [ITEM, TIME, *([TARGET] if dataset.info.has_target else []), *features]
         self.on_bad_rows, self.cache_bytes = on_bad_rows, cache_bytes
         self.bad_rows: dict[int, int] = {}  # by block
         self._files: dict[int, Any] = {}
@@ -93,8 +99,7 @@ class Reader:
         """Events of each user, from one column alone."""
         parts = [np.zeros(0, np.int64)]
         for number in range(len(self.groups)):
-            (column,) = self._columns(number, [TIME])
-            parts.append(pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False).astype(np.int64))
+            parts.append(np.maximum(_lengths(self._columns(number, [TIME])[TIME]), 0))
         return np.concatenate(parts)
 
     def block_bytes(self) -> Ints:
@@ -131,9 +136,12 @@ class Reader:
         type_ = self._file(0).schema_arrow.field(USER).type if self.groups else pa.int64()
         parts = [pa.array([], type_)]
         for number, rows, _ in self.by_block(users):
-            (ids,) = self._columns(number, [USER])
+            ids = self._columns(number, [USER])[USER]
             parts.append(ids.take(pa.array(rows)).cast(type_))
-        return pa.concat_arrays(parts)
+        ids = pa.concat_arrays(parts)
+        if ids.null_count or len(ids.unique()) < len(ids):
+            raise DataError(f"{self.dataset.path}: users without an id, or with one id: prepare the dataset again")
+        return ids
 
     def by_block(self, users: Ints) -> Iterator[tuple[int, Ints, slice]]:
         """Of users in rising order: each block's number, the rows in it, and their place among the users."""
@@ -144,54 +152,48 @@ class Reader:
 
     def _file(self, number: int) -> Any:
         if number not in self._files:
-            path = self.dataset.file(self.dataset.info.files[number].name)
-            filesystem, inside = resolve(path)
-            try:
-                self._files[number] = pq.ParquetFile(inside, filesystem=filesystem)
-            except Exception as error:
-                raise DataError(f"{path}: not a readable Parquet file, perhaps cut short: {error}") from None
+            info = self.dataset.info.files[number]
+            path = self.dataset.file(info.name)
+            file = parquet.open_file(path, info.crc32)
+            wanted = [USER, *self._names]
+            parquet.check_columns(path, file, wanted)
+            for field in map(file.schema_arrow.field, wanted):
+                if not _fits(field.name, field.type):
+                    raise DataError(f"{path}: column {field.name} is {field.type}: prepare the dataset again")
+            self._files[number] = file
         return self._files[number]
 
-    def _columns(self, number: int, names: Sequence[str]) -> list[pa.Array]:
+    def _columns(self, number: int, names: Sequence[str]) -> dict[str, pa.Array]:
         number, group = self.groups[number]
-        path, file = self.dataset.file(self.dataset.info.files[number].name), self._file(number)
-        present = file.schema_arrow.names
-        missing = [name for name in names if name not in present]
-        if missing:
-            raise DataError(f"{path}: no column {', '.join(missing)}; the columns are {', '.join(present)}")
-        try:
-            table = file.read_row_group(group, columns=list(names))
-        except Exception as error:
-            raise DataError(f"{path}: row group {group} cannot be read: {error}") from None
-        return [table[name].combine_chunks() for name in names]
+        table = self._file(number).read_row_group(group, columns=list(names))
+        return {name: table[name].combine_chunks() for name in names}
 
     def _read(self, number: int) -> RowGroup:
-        names = [ITEM, TIME, *([TARGET] if self.dataset.info.has_target else []), *self.features]
-        columns = dict(zip(names, self._columns(number, names), strict=True))
-        columns = self._without_bad_rows(columns, number)
-        weights = _values(columns[TARGET]).astype(np.float32) if TARGET in columns else None
-        features = {name: _feature(columns[name].flatten()) for name in self.features}
-        items, times = _values(columns[ITEM]).astype(np.int64), _values(columns[TIME]).astype(np.int64)
-        return RowGroup(_offsets(columns[ITEM]), items, times, features, weights)
+        columns = self._without_bad_rows(self._columns(number, self._names), number)
+        weights = columns[TARGET].flatten().to_numpy().astype(np.float32) if TARGET in columns else None
+        features = [feature for feature in self.dataset.info.features if feature.name in self.features]
+        found = Histories.from_arrow(pa.table(columns), features, self.dataset.path)
+        return RowGroup(found.offsets, found.items, found.times, found.features, weights)
 
     def _without_bad_rows(self, columns: dict[str, pa.Array], number: int) -> dict[str, pa.Array]:
         """Check every user; a bad one is an error, or is emptied."""
-        lengths = [
-            pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False) for column in columns.values()
-        ]
+        lengths = [_lengths(column) for column in columns.values()]
         least, largest = int(self.dataset.info.log.rare_items == "drop"), self.dataset.info.items
+        last = last_time(self.dataset.info.time_unit)
         reasons = {  # the first that holds is told
             "a list is null": np.any([length < 0 for length in lengths], axis=0),
             "lists differ in length": np.any([length != lengths[0] for length in lengths], axis=0),
             "a value is null": np.any([_with_null(column) for column in columns.values()], axis=0),
             "times are not in order": _unsorted(columns[TIME]),
-            "a time is negative": _outside(columns[TIME], 0, None),
+            f"a time is not in 0 .. {last}": _outside(columns[TIME], 0, last),
             f"an item is not in {least} .. {largest}": _outside(columns[ITEM], least, largest),
         }
+        if TARGET in columns:
+            reasons["a target weight is negative or not finite"] = _outside(columns[TARGET], 0, _LARGEST)
         for feature in self.dataset.info.features:
             if feature.name in columns:
-                last = feature.rows - 1
-                reasons[f"{feature.name} is not in 0 .. {last}"] = _outside(columns[feature.name], 0, last)
+                bound = feature.rows - 1
+                reasons[f"{feature.name} is not in 0 .. {bound}"] = _outside(columns[feature.name], 0, bound)
         bad = np.any(list(reasons.values()), axis=0)
         if not bad.any():
             return columns
@@ -209,34 +211,25 @@ class Reader:
         return {name: _emptied(column, bad) for name, column in columns.items()}
 
 
-def _offsets(column: pa.Array) -> Ints:
-    offsets: Ints = column.offsets.to_numpy().astype(np.int64)
-    return offsets - offsets[0]
+def _fits(name: str, kind: pa.DataType) -> bool:
+    """Whether a column is of the kind that it must be: numbers are never rounded to fit."""
+    if name == USER:
+        return bool(pa.types.is_integer(kind) or pa.types.is_string(kind))
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_floating(kind) if name == TARGET else pa.types.is_integer(kind))
 
 
-def _values(column: pa.Array) -> NDArray[Any]:
-    values: NDArray[Any] = column.flatten().to_numpy(zero_copy_only=False)
-    return values
-
-
-def _feature(events: pa.Array) -> Column:
-    """Values of a feature: one of each event, or a list of each."""
-    if pa.types.is_list(events.type):
-        return Ragged(_values(events).astype(np.int64), _offsets(events))
-    values: Ints = events.to_numpy(zero_copy_only=False).astype(np.int64)
-    return values
-
-
-def _rows(column: pa.Array) -> Ints:
-    """The row of each value of a list column."""
-    return pc.list_parent_indices(column).to_numpy().astype(np.int64)
+def _lengths(column: pa.Array) -> Ints:
+    """Of each list, −1 for null."""
+    return pc.fill_null(pc.list_value_length(column), -1).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _holding(column: pa.Array, marked: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Rows of a list column that hold a marked value."""
     found = np.zeros(len(column), dtype=bool)
     if marked.any():
-        found[_rows(column)[marked]] = True
+        found[pc.list_parent_indices(column).to_numpy()[marked]] = True
     return found
 
 
@@ -247,27 +240,32 @@ def _with_null(column: pa.Array) -> NDArray[np.bool_]:
     if values.null_count:
         marked = values.is_null().to_numpy(zero_copy_only=False)
     if pa.types.is_list(values.type):
-        marked = marked | _with_null(values)
+        marked |= _with_null(values)
     return _holding(column, marked)
 
 
-def _outside(column: pa.Array, least: int, most: int | None) -> NDArray[np.bool_]:
-    """Rows with a value, of an event or in its list, that is out of range."""
+def _plain(values: pa.Array, missing: int) -> NDArray[Any]:
+    if values.null_count:
+        values = pc.fill_null(values, missing)
+    plain: NDArray[Any] = values.to_numpy()
+    return plain
+
+
+def _outside(column: pa.Array, least: int, most: float) -> NDArray[np.bool_]:
+    """Rows with a value, of an event or in its list, that is out of range or no number."""
     values = column.flatten()
     if pa.types.is_list(values.type):
         return _holding(column, _outside(values, least, most))
-    plain = pc.fill_null(values, least).to_numpy(zero_copy_only=False)
-    return _holding(column, plain < least if most is None else (plain < least) | (plain > most))
+    plain = _plain(values, least)
+    return _holding(column, ~((plain >= least) & (plain <= most)))
 
 
 def _unsorted(column: pa.Array) -> NDArray[np.bool_]:
-    values = pc.fill_null(column.flatten(), 0).to_numpy(zero_copy_only=False)
-    found = np.zeros(len(column), dtype=bool)
-    falls = np.flatnonzero(values[1:] < values[:-1])
-    if len(falls):
-        rows = _rows(column)
-        found[rows[falls][rows[falls] == rows[falls + 1]]] = True
-    return found
+    values = _plain(column.flatten(), 0)
+    falls = np.zeros(len(values) + 1, dtype=bool)
+    falls[1:-1] = values[1:] < values[:-1]
+    falls[bounds_of(np.maximum(_lengths(column), 0))] = False  # where users begin
+    return _holding(column, falls[:-1])
 
 
 def _emptied(column: pa.Array, rows: NDArray[np.bool_]) -> pa.Array:

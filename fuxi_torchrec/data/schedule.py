@@ -13,12 +13,14 @@ import numpy as np
 
 from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.histories import Ints, bounds_of
+from fuxi_torchrec.schema import Record
 
+_MOST, _MOST_STREAMS = 2**40, 2**16  # each stream costs time in every step, and memory
 Truncation = Literal["recent", "windows"]
 
 
 @dataclass(frozen=True)
-class Position:
+class Position(Record):
     """Where training stands: the next step of an epoch."""
 
     epoch: int = 0
@@ -52,8 +54,11 @@ class Plan:
             raise ValueError("give one of batch_events and batch_users, not both and not neither")
         for name in ("max_length", "batch_events", "batch_users", "num_streams", "shuffle_blocks"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+            if value is not None and not 1 <= value <= _MOST:
+                raise ValueError(f"{name} must be at least 1 and at most {_MOST}, not {value}")
+        if self.num_streams > _MOST_STREAMS:
+            what = f"num_streams (batch.streams) must be at most {_MOST_STREAMS}, not {self.num_streams}"
+            raise ValueError(f"{what}: there need be no more than ranks")
         if self.truncation not in ("recent", "windows"):
             raise ValueError(f"truncation must be 'recent' or 'windows', not {self.truncation!r}")
 
@@ -102,7 +107,8 @@ def turns(num_streams: int) -> list[int]:
     """
     bits = (num_streams - 1).bit_length()
     mirrored = [int(f"{stream:0{bits}b}"[::-1], 2) for stream in range(num_streams)]
-    return [sorted(mirrored).index(value) for value in mirrored]
+    turn = {value: n for n, value in enumerate(sorted(mirrored))}
+    return [turn[value] for value in mirrored]
 
 
 class Schedule:
@@ -124,13 +130,10 @@ class Schedule:
         # streams are ranges of sequences with about equal charge, cut between users
         total = bounds_of(cost)
         wanted = total[-1] * np.arange(plan.num_streams + 1) / plan.num_streams
-        edges = np.searchsorted(total, wanted)
-        edges[0], edges[-1] = 0, len(cost)
-        edges = np.maximum.accumulate(edges)
-        for number in range(1, plan.num_streams):  # a user's windows stay in one stream
-            while 0 < edges[number] < len(cost) and user[edges[number]] == user[edges[number] - 1]:
-                edges[number] += 1
-        self._edges = np.maximum.accumulate(edges)
+        edges = np.minimum(np.searchsorted(total, wanted), len(cost))
+        edges[-1] = len(cost)
+        begins = np.append(np.flatnonzero(np.diff(user, prepend=-1)), len(cost))
+        self._edges = begins[np.searchsorted(begins, edges)]  # a user's windows stay in one stream
         self._kept: dict[int, list[tuple[Ints, Ints]]] = {}
         self._steps: dict[int, int] = {}  # asked for after every step, also of other epochs
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.hashing import GOLDEN, Bits, scramble
-from fuxi_torchrec.options import option
+from fuxi_torchrec.options import check_bounds, option
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -51,38 +51,31 @@ class SyntheticConfig:
     the distribution; with the defaults, 256 users or more have a history beyond 10,000 events.
     """
 
-    users: int = option(MISSING, "number of histories")
-    seed: int = option(0, "decides all the rest")
-    items: int = option(2000, "catalogue size, a multiple of groups")
-    groups: int = option(20, "number of item groups")
-    median_length: float = option(60.0, "median events of a history")
-    length_sigma: float = option(1.95, "standard deviation of the lengths' logarithm")
-    max_length: int = option(20_000, "longer histories are cut to this")
-    window: int = option(20, "items of a group that a user likes at a time")
-    fade: float = option(0.8, "liking of an item over that of the next newer one")
-    drift_days: float = option(10.0, "days until the window moves on by one item")
-    repeat: float = option(0.2, "probability that an event repeats a recent item")
-    recent: int = option(5, "how many events back a repeat can reach")
-    noise: float = option(0.05, "probability that an event is any item")
-    new_visit: float = option(0.4, "probability that an event begins a visit")
+    users: int = option(MISSING, "number of histories", least=1)
+    seed: int = option(0, "decides all the rest", least=0)
+    items: int = option(2000, "catalogue size, a multiple of groups", least=1)
+    groups: int = option(20, "number of item groups", least=1)
+    median_length: float = option(60.0, "median events of a history", least=1)
+    length_sigma: float = option(1.95, "standard deviation of the lengths' logarithm", least=0)
+    max_length: int = option(20_000, "longer histories are cut to this", least=MIN_LENGTH)
+    window: int = option(20, "items of a group that a user likes at a time", least=1)
+    fade: float = option(0.8, "liking of an item over that of the next newer one", least=1e-3)
+    drift_days: float = option(10.0, "days until the window moves on by one item", least=1e-3)
+    repeat: float = option(0.2, "probability that an event repeats a recent item", least=0)
+    recent: int = option(5, "how many events back a repeat can reach", least=1)
+    noise: float = option(0.05, "probability that an event is any item", least=0)
+    new_visit: float = option(0.4, "probability that an event begins a visit", least=1e-3)
 
     def __post_init__(self) -> None:
-        for name in ("users", "items", "groups", "median_length", "window", "fade", "drift_days", "recent"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        for name in ("seed", "length_sigma", "repeat", "noise"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, but is {getattr(self, name)}")
+        check_bounds(self)
         if self.items % self.groups:
             raise ValueError(f"items = {self.items} is not a multiple of groups = {self.groups}")
         if self.window > self.items // self.groups:
             raise ValueError(f"window = {self.window} is more than the {self.items // self.groups} items of a group")
-        if self.max_length < MIN_LENGTH:
-            raise ValueError(f"max_length must be at least {MIN_LENGTH}, not {self.max_length}")
         if self.repeat + self.noise > 1:
             raise ValueError(f"repeat + noise = {self.repeat + self.noise} is more than 1")
-        if not 0 < self.new_visit <= 1:
-            raise ValueError(f"new_visit must be above 0 and at most 1, not {self.new_visit}")
+        if self.new_visit > 1:
+            raise ValueError(f"new_visit = {self.new_visit} is more than 1")
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.data.dataset import INFO, ITEM, TARGET, TIME, USER, VERSION, DatasetInfo, FileInfo, histogram
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.filesystem import exists, is_local, resolve
@@ -69,10 +69,12 @@ class DatasetWriter:
             filesystem, inside = resolve(self.place)
             filesystem.create_dir(inside, recursive=True)
         self._files: list[FileInfo] = []
-        self._writer: pq.ParquetWriter | None = None
+        self._tables: dict[str, int] = {}
+        self._writer: parquet.Writer | None = None
         self._open: list[int] = [0, 0]  # users and events of the open file
         self._lengths: list[np.ndarray] = []
         self._times: list[tuple[int, int]] = []
+        self._last_user: list[pa.Array] = []
         self._digest = hashlib.sha256()
         self._cardinality: dict[str, int] = {}
         self._schema: pa.Schema | None = None
@@ -106,18 +108,25 @@ class DatasetWriter:
 
     def _write(self, rows: pa.Table, events: int) -> None:
         if self._writer is None:
-            name = f"part-{len(self._files):05d}.parquet"
-            filesystem, inside = resolve(f"{self.place}/{name}")
-            self._writer = pq.ParquetWriter(inside, rows.schema, filesystem=filesystem, **encoding(rows.schema))
+            path = f"{self.place}/{self._part()}"
+            self._writer = parquet.Writer(path, rows.schema, **encoding(rows.schema))
             self._schema, self._open = rows.schema, [0, 0]
-        self._writer.write_table(rows, row_group_size=max(1, len(rows)))
+        self._writer.write(rows)
         self._open[0] += len(rows)
         self._open[1] += events
         if self._open[1] >= FILE_EVENTS:
             self._close_file()
 
+    def _part(self) -> str:
+        return f"part-{len(self._files):05d}.parquet"
+
     def _note(self, rows: pa.Table) -> None:
-        """Keep what ``dataset.json`` says about the contents."""
+        """Keep what ``dataset.json`` says about the contents; users come by rising ids, and so each once."""
+        ids = _single(rows[USER])
+        ids = pa.concat_arrays([*self._last_user, ids])
+        if ids.null_count or pc.any(pc.greater_equal(ids[:-1], ids[1:])).as_py():
+            raise DataError(f"{self.output}: users must be given by rising ids, each once")
+        self._last_user = [ids[-1:]]
         times = _single(rows[TIME]).flatten().to_numpy()
         self._times.append((int(times.min()), int(times.max())))
         for name in rows.column_names:
@@ -135,13 +144,15 @@ class DatasetWriter:
     def _close_file(self) -> None:
         if self._writer is not None:
             self._writer.close()
-            self._files.append(FileInfo(f"part-{len(self._files):05d}.parquet", *self._open))
+            users, events = self._open
+            self._files.append(FileInfo(self._part(), users, events, self._writer.size, self._writer.crc32))
             self._writer = None
 
     def write_table(self, name: str, table: pa.Table) -> None:
         """Add a table beside the users: a vocabulary."""
-        filesystem, inside = resolve(f"{self.place}/{name}")
-        pq.write_table(table, inside, filesystem=filesystem, compression="zstd")
+        with parquet.Writer(f"{self.place}/{name}", table.schema, compression="zstd") as writer:
+            writer.write(table)
+        self._tables[name] = writer.crc32
 
     def finish(self, items: int, skipped_rows: dict[str, int], vocabularies: frozenset[str]) -> DatasetInfo:
         """Write ``dataset.json`` and put the dataset in its place."""
@@ -167,6 +178,7 @@ class DatasetWriter:
             has_target=TARGET in self._schema.names,
             features=tuple(features),
             files=tuple(self._files),
+            tables=self._tables,
             length_histogram=histogram(lengths),
             skipped_rows=skipped_rows,
             source=self.source,

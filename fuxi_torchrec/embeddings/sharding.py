@@ -33,11 +33,12 @@ from torchrec.distributed.types import ShardingPlan, ShardingType
 from fuxi_torchrec.config import OptimizerConfig, Sharding
 from fuxi_torchrec.distributed import World, check_same, raise_on_all_ranks
 from fuxi_torchrec.embeddings.tables import Table, Tables, table_of
+from fuxi_torchrec.errors import FuxiError
 
 _ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
 
 
-class ShardingError(ValueError):
+class ShardingError(FuxiError, ValueError):
     """Tables that cannot be sharded as asked."""
 
 
@@ -215,15 +216,19 @@ def placements(plan: ShardingPlan, tables: Tables) -> list[Placement]:
     return found
 
 
-def describe(plan: ShardingPlan, tables: Tables) -> str:
-    """A plan as a table for people."""
-    lines = [f"{'table':<20} {'sharding':<14} {'kernel':<8} {'rank':>7} {'rows':>24} {'columns':>11} {'MiB':>9}"]
-    for p in placements(plan, tables):
-        rank = "all" if p.rank is None else str(p.rank)
-        rows = f"{p.first_row} .. {p.first_row + p.rows - 1}"
-        columns = f"{p.first_column} .. {p.first_column + p.columns - 1}"
-        size = p.rows * p.columns * 4 / 2**20
-        lines.append(f"{p.table:<20} {p.sharding:<14} {p.kernel:<8} {rank:>7} {rows:>24} {columns:>11} {size:>9.2f}")
+def describe(parts: list[Placement]) -> str:
+    """A plan as a table for people, like parts of a table in one line."""
+    head = f"{'table':<20} {'sharding':<14} {'kernel':<7} {'ranks':>10}"
+    lines = [f"{head} {'rows of a part':>16} {'columns':>8} {'MB':>12}"]
+    for table in dict.fromkeys(part.table for part in parts):
+        own = [part for part in parts if part.table == table]
+        largest = max(own, key=lambda part: part.rows * part.columns)
+        holders = "all" if largest.rank is None else str(len({part.rank for part in own}))
+        size = largest.rows * largest.columns * 4 / 1e6
+        lines.append(
+            f"{table:<20} {largest.sharding:<14} {largest.kernel:<7} {holders:>10} {largest.rows:>16,} "
+            f"{largest.columns:>8} {size:>12,.1f}"
+        )
     return "\n".join(lines)
 
 

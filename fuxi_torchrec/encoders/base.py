@@ -25,13 +25,14 @@ _QUERY_EVENTS = 2**16  # held events that one call of forward answers from
 _MEASURED = 256  # events of which activations are measured
 
 
-def setting(default: Any, help: str, operational: bool = False, training: bool = False) -> Any:
+def setting(default: Any, help: str, operational: bool = False, training: bool = False, **bounds: float) -> Any:
     """A field of a configuration; ``help`` is the comment beside it.
 
     An ``operational`` one changes cost and not results, and may change when a run is resumed; one of ``training``
-    decides how parameters are found and not what they mean.
+    decides how parameters are found and not what they mean. ``bounds`` are those of the sections of an experiment.
     """
-    return field(default=default, metadata={"help": help, "operational": operational, "training": training})
+    about = {"help": help, "operational": operational, "training": training}
+    return field(default=default, metadata={**about, **bounds})
 
 
 @dataclass(frozen=True)

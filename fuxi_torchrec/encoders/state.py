@@ -124,36 +124,8 @@ class EncoderState:
         """In the order of :meth:`map`."""
         return [self.count, self.pending_time, self.pending, *(x for block in self.memory for x in block.values())]
 
-    def to_dict(self) -> dict[str, Tensor]:
-        """Plain tensors, users first, with version and fingerprint; for torch.save or safetensors. Not copies."""
-        names = ("count", "pending_time", "pending", *self.memory[0])
-        plain = {"version": torch.tensor(VERSION), "fingerprint": torch.tensor(self.fingerprint)}
-        return plain | dict(zip(names, self.flat(), strict=True))
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Tensor], like: "EncoderState") -> "EncoderState":
-        """Back from :meth:`to_dict`; ``like`` is any state of the encoder, ``init_state(0)`` for one, on its device."""
-        missing = sorted({"version", "fingerprint"} - plain.keys())
-        if not missing:
-            _check_origin(int(plain["version"]), int(plain["fingerprint"]), like)
-            missing = sorted(like.to_dict().keys() - plain.keys())
-        if missing:
-            raise ValueError(f"not a state of this encoder: {', '.join(missing)} missing")
-        for name, wanted in like.to_dict().items():
-            found = plain[name]
-            if found.dtype != wanted.dtype or found.shape[1:] != wanted.shape[1:]:
-                raise ValueError(
-                    f"{name} must be {wanted.dtype} of shape (users, {', '.join(map(str, wanted.shape[1:]))}), "
-                    f"not {found.dtype} of {tuple(found.shape)}"
-                )
-        counts = {name: len(plain[name]) for name in like.to_dict() if name not in ("version", "fingerprint")}
-        if len(set(counts.values())) > 1:
-            raise ValueError(f"tensors of different numbers of users: {counts}")
-        flat = [plain[name] for name in counts]
-        return like.from_flat(flat).map(lambda tensor: tensor.contiguous().to(like.count.device))
-
     def flat(self) -> tuple[Tensor, ...]:
-        """The tensors of :meth:`to_dict` in its order, as exported programs take a state."""
+        """As exported programs take a state: count, pending time, pending row, then each channel of all blocks."""
         channels = (torch.stack([block[name] for block in self.memory], dim=1) for name in self.memory[0])
         return (self.count, self.pending_time, self.pending, *channels)
 
@@ -168,10 +140,9 @@ class EncoderState:
 
     def to_bytes(self) -> Tensor:
         """One record of fixed size per user: (B, record size) uint8, on the host."""
-        plain = self.to("cpu").to_dict()
-        header = torch.tensor([VERSION, self.fingerprint, 0, 0], device="cpu").repeat(len(self), 1)
-        header[:, 2], header[:, 3] = plain["count"], plain["pending_time"]
-        columns = [header, *(plain[name].flatten(1) for name in ("pending", *self.memory[0]))]
+        count, pending_time, *rows = self.to("cpu").flat()
+        origin = (torch.full_like(count, number) for number in (VERSION, self.fingerprint))
+        columns = [torch.stack((*origin, count, pending_time), dim=1), *(tensor.flatten(1) for tensor in rows)]
         return torch.cat([column.contiguous().view(torch.uint8) for column in columns], dim=1)
 
     @staticmethod
@@ -186,9 +157,8 @@ class EncoderState:
 
         That the weights are those of then is not checked: keep a model's version beside the records.
         """
-        template = like.to_dict()
-        rows = {name: template[name] for name in ("pending", *like.memory[0])}
-        sizes = [tensor.element_size() * math.prod(tensor.shape[1:]) for tensor in rows.values()]
+        rows = like.flat()[2:]
+        sizes = [tensor.element_size() * math.prod(tensor.shape[1:]) for tensor in rows]
         wanted = 8 * _HEADER + sum(sizes)
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != wanted:
             raise ValueError(
@@ -199,11 +169,18 @@ class EncoderState:
         header, *parts = (piece.clone(memory_format=torch.contiguous_format) for piece in pieces)
         fields = header.view(torch.int64)
         for version, fingerprint in torch.unique(fields[:, :2], dim=0).tolist():
-            _check_origin(version, fingerprint, like)
-        plain = dict(template, count=fields[:, 2].clone(), pending_time=fields[:, 3].clone())
-        for (name, tensor), part in zip(rows.items(), parts, strict=True):
-            plain[name] = part.view(tensor.dtype).reshape(len(records), *tensor.shape[1:])
-        return cls.from_dict(plain, like)
+            if version != VERSION:
+                raise ValueError(
+                    f"state of version {version}, this software reads version {VERSION}: encode the history again"
+                )
+            if fingerprint != like.fingerprint:
+                raise ValueError(
+                    f"state of another configuration: fingerprint {fingerprint}, the encoder has {like.fingerprint}: "
+                    "encode the history again"
+                )
+        flat = [part.view(x.dtype).reshape(len(part), *x.shape[1:]) for part, x in zip(parts, rows, strict=True)]
+        state = like.from_flat((fields[:, 2], fields[:, 3], *flat))
+        return state.map(lambda tensor: tensor.contiguous().to(like.count.device))
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,13 +269,3 @@ def _check_same(states: Sequence[EncoderState | GrowingState]) -> None:
         for a, b in zip(one._tensors(), other._tensors(), strict=True):
             if a.dtype != b.dtype or a.device != b.device:
                 raise ValueError(f"states of different kinds: {a.dtype} on {a.device} and {b.dtype} on {b.device}")
-
-
-def _check_origin(version: int, fingerprint: int, like: EncoderState) -> None:
-    if version != VERSION:
-        raise ValueError(f"state of version {version}, this software reads version {VERSION}: encode the history again")
-    if fingerprint != like.fingerprint:
-        raise ValueError(
-            f"state of another configuration: fingerprint {fingerprint}, the encoder has {like.fingerprint}: "
-            "encode the history again"
-        )

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
+from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.tasks.rank_metrics import UNRANKED
 
-Ints = NDArray[np.int64]
 NAMES = ("popularity", "recent items", "frequent items", "transitions")
 
 

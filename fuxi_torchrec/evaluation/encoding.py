@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.data.batches import EventBatch
@@ -15,10 +13,9 @@ from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.tables import Tables
 from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.evaluation.partition import UserPartition
+from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.tasks.base import Targets
 from fuxi_torchrec.training.model import SequenceModel
-
-Ints = NDArray[np.int64]
 
 _EVENTS = 2**15  # events of a batch on a rank
 _STATE_BYTES = 2**27  # of a batch's states, about

@@ -58,7 +58,6 @@ def evaluate(
         users: a fixed sample of so many of those that have a target; None takes all.
     """
     began = time.monotonic()
-    max_length, seed = run.config.batch.max_length, run.config.seed
     lengths, having = run.users_with(part)
     with raise_on_all_ranks("reading the dataset"):
         if not len(having):
@@ -66,7 +65,7 @@ def evaluate(
                 f"{run.dataset.path}: no user has a {part} target with a history before it: nothing to evaluate. The "
                 f"run's split is {run.config.data.split}"
             )
-        rows = sample_users(having, users, seed)
+        rows = sample_users(having, users, run.config.seed)
         rules = Baselines(run.maker, run.items.known, run.items.counts) if baselines else None
     task = run.module.task
     model, others = {each: Bucketed(task) for each in request_times}, {name: Bucketed(task) for name in NAMES}
@@ -76,8 +75,7 @@ def evaluate(
             for name, ranks in rules.ranks(whole, targets.tolist(), filter_seen).items():
                 others[name].add(ranks, whole.offsets.diff())
 
-    similarity = run.config.loss.similarity
-    held_out = HeldOut(run.users, run.maker, part, run.items.ids, similarity, max_length, filter_seen)
+    held_out = HeldOut(run.users, run.maker, part, run.items.ids, run.config, filter_seen)
     progress = ProgressLines("evaluated", len(rows), "users")
     for batch in held_out.ranked(rows, lengths[rows], request_times, look):
         for each in request_times:
@@ -95,7 +93,7 @@ def evaluate(
         "dataset_path": run.dataset.path,
         "own_data": run.dataset.info.fingerprint == run.info.identity.dataset,
         "unknown_items": run.unknown_items,
-        "max_length": max_length,
+        "max_length": run.config.batch.max_length,
         "candidates": len(run.items.ids),
         "users": found[request_times[0]]["users"],
         "users_without_target": len(lengths) - len(having),

@@ -6,16 +6,15 @@ from typing import Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.distributed import raise_on_all_ranks
 from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.evaluation.ranking import Queries, ShardedCatalogue
-from fuxi_torchrec.tasks.softmax import Similarity
+from fuxi_torchrec.events.histories import Ints
 
-Ints = NDArray[np.int64]
 RequestTime = Literal["target", "last"]
 REQUEST_TIMES: tuple[RequestTime, ...] = ("target", "last")
 HeldOutPart = Literal["test", "valid"]
@@ -49,8 +48,7 @@ class HeldOut:
     maker: BatchMaker  # the dataset with its split
     part: HeldOutPart  # which targets
     candidates: Ints  # ids in order
-    similarity: Similarity  # of the scores
-    max_length: int  # events that are encoded, at most
+    config: Config  # the run's
     filter_seen: bool = False  # leave items of the user's whole history out of the candidates; the target stays
 
     @torch.no_grad()
@@ -72,13 +70,14 @@ class HeldOut:
         """
         world, tables = self.encoder.world, self.encoder.tables
         items, dim = self.encoder.module.items, tables.items.dim
-        catalogue = ShardedCatalogue(items, torch.from_numpy(self.candidates), dim, self.similarity, world)
-        partition = self.encoder.partition(users, np.minimum(lengths, self.max_length))
+        catalogue = ShardedCatalogue(items, torch.from_numpy(self.candidates), dim, self.config.loss.similarity, world)
+        max_length = self.config.batch.max_length
+        partition = self.encoder.partition(users, np.minimum(lengths, max_length))
         waiting, done = _Waiting(), 0
         for number, flush in enumerate(partition.flushes(_RANKED_USERS)):
             moved()
             with raise_on_all_ranks("reading users to evaluate"):
-                batch = self.maker.evaluation(partition.batches[world.rank][number], self.part, self.max_length)
+                batch = self.maker.evaluation(partition.batches[world.rank][number], self.part, max_length)
                 whole = self._whole(batch) if self.filter_seen or look is not None else batch
                 last = batch.offsets[1:] - 1
                 targets = batch.targets[last]
@@ -110,6 +109,6 @@ class HeldOut:
     def _whole(self, batch: EventBatch) -> EventBatch:
         """The batch's users with everything before their targets."""
         longest = int(batch.offsets.diff().max()) if len(batch) else 0
-        if longest < self.max_length:
+        if longest < self.config.batch.max_length:
             return batch
         return self.maker.evaluation(batch.users.numpy(), self.part, _EVERYTHING)

@@ -1,6 +1,7 @@
 """A trained run, ready to be queried: its checkpoint under a row-wise plan of this job's own, and a dataset."""
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.config import Config, FeaturesConfig, Sharding
@@ -19,12 +19,12 @@ from fuxi_torchrec.data.splits import Part
 from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks, share_from_rank_0
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
-from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, shard
+from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, placements, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.histories import Ragged
+from fuxi_torchrec.events.histories import Ints, Ragged
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint.info import CheckpointError, Info, find_checkpoint
@@ -36,7 +36,13 @@ from fuxi_torchrec.training.run_directory import ITEMS, KnownItems, RunDirectory
 
 logger = get_logger(__name__)
 
-Ints = NDArray[np.int64]
+
+# of the item table and of features: the first that leaves no rank without rows
+_SHARDINGS: tuple[tuple[Sharding, Sharding], ...] = (
+    ("row_wise", "row_wise"),
+    ("row_wise", "data_parallel"),
+    ("data_parallel", "data_parallel"),
+)
 
 
 class RetrievalError(ValueError):
@@ -120,7 +126,7 @@ def load(
     model, plan = shard(SequenceModel(config, tables), tables, config.optimizer, world)
     checkpoints.load(path, model, None)
     model.eval()
-    logger.info("%s on %d ranks\n%s", path, world.size, describe(plan, tables))
+    logger.info("%s on %d ranks\n%s", path, world.size, describe(placements(plan, tables)))
     return Loaded(config, directory, path, info, vocabulary, items, dataset, maker, tables, model, world, unknown)
 
 
@@ -151,24 +157,15 @@ def _tables(config: Config, info: Info, checkpoint: Path, found: DatasetInfo, wo
     about = dataclasses.replace(found, items=info.identity.items, features=features)
     # nothing is trained: the kernel without moments, whatever the run's optimizer
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, kind="adamw"))
-
-    def sharded(item: Sharding, feature: Sharding) -> Config:
-        chosen = {name: dataclasses.replace(each, sharding=feature) for name, each in config.features.event.items()}
-        return dataclasses.replace(
-            config, tables=dataclasses.replace(config.tables, sharding=item), features=FeaturesConfig(chosen)
-        )
-
-    ways: list[tuple[Sharding, Sharding]] = [("row_wise", "row_wise"), ("row_wise", "data_parallel")]
-    for way in ways:
-        attempt = sharded(*way)
-        tables = tables_for(attempt, about)
-        try:
-            check_shardable(tables, attempt.optimizer, world_size)
-            return tables, attempt
-        except ShardingError:
-            continue
-    attempt = sharded("data_parallel", "data_parallel")  # fewer rows than ranks
-    return tables_for(attempt, about), attempt
+    for item, feature in _SHARDINGS:
+        event = {name: dataclasses.replace(each, sharding=feature) for name, each in config.features.event.items()}
+        table = dataclasses.replace(config.tables, sharding=item)
+        config = dataclasses.replace(config, tables=table, features=FeaturesConfig(event))
+        tables = tables_for(config, about)
+        with suppress(ShardingError):
+            check_shardable(tables, config.optimizer, world_size)
+            break
+    return tables, config
 
 
 def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary, tables: Tables) -> tuple[Reader, int]:

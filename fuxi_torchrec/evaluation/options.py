@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fuxi_torchrec.options import check_least, option
+from fuxi_torchrec.options import check_bounds, option
 
 
 @dataclass(frozen=True)
@@ -32,4 +32,4 @@ class EvaluateOptions:
     baselines: bool = option(True, "measure simple baselines beside the model")
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)

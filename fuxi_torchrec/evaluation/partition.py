@@ -3,11 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuxi_torchrec.events.batching import batch_ends
-
-Ints = NDArray[np.int64]
+from fuxi_torchrec.events.histories import Ints
 
 _USER_COST = 32  # of a user beside its events, in events
 

@@ -12,20 +12,13 @@ def validate(run: Run, moved: Callable[[], None] = lambda: None) -> dict[str, fl
 
     A collective; every rank gets the result of all. ``moved`` is called before every batch.
     """
-    config, users, metrics = run.config, run.validations.users, run.module.task.metrics()
-    held_out = HeldOut(
-        UserEncoder(run.model, run.tables, run.world),
-        run.data.maker,
-        "valid",
-        run.data.items.ids,
-        config.loss.similarity,
-        config.batch.max_length,
-        config.validation.filter_seen,
-    )
+    data, users, metrics = run.data, run.validations.users, run.module.task.metrics()
+    encoder = UserEncoder(run.model, run.tables, run.world)
+    held_out = HeldOut(encoder, data.maker, "valid", data.items.ids, run.config, run.config.validation.filter_seen)
     was_training = run.model.training
     run.model.eval()
     try:
-        for found in held_out.ranked(users, run.data.lengths[users], ["target"], moved=moved):
+        for found in held_out.ranked(users, data.lengths[users], ["target"], moved=moved):
             metrics.add(found.ranks["target"])
         return metrics.result()
     finally:

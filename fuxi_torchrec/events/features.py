@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from fuxi_torchrec.schema import Record
+
 
 @dataclass(frozen=True)
-class Feature:
+class Feature(Record):
     """What belongs to an event beside its item and time: values, each with a row of a table, added to the item's row.
 
     Attributes:

@@ -159,7 +159,7 @@ class Histories:
 
 
 def _flat(lists: pa.ChunkedArray) -> tuple[Ints, Ints]:
-    values = pc.list_flatten(lists).to_numpy().astype(np.int64)
+    values = pc.list_flatten(lists).to_numpy().astype(np.int64, copy=False)
     return values, pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
 
 

@@ -5,13 +5,15 @@ from dataclasses import replace
 
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.log import INTEGERS, columns_of, kind_of, literal, quote, shown
+from fuxi_torchrec.events.log import INTEGERS, kind_of, literal, quote, shown
 from fuxi_torchrec.events.sources import FILE, ROW, Source
+from fuxi_torchrec.events.times import NAMES, last_time, likely_unit, year_of
 from fuxi_torchrec.logging import get_logger
 
 logger = get_logger(__name__)
 
 FEATURE = "feature_"  # before names of features, one of which may be "n" or "target"
+_SAMPLE = 10_000  # rows
 _TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
 
 
@@ -25,7 +27,8 @@ class Ingestion:
     Args:
         database: where.
         source: the log. Types of columns that its spec names are those that the log gets.
-        keep: read the files once and keep the rows in the database; else Parquet is read again by each query.
+        keep: read the files once and keep the rows in the database; else Parquet is read again by each query. The
+            spec may then be somebody else's: what it says is done to these rows, where no file can be read or written.
 
     Attributes:
         spec: the source's, with the types found.
@@ -41,6 +44,12 @@ class Ingestion:
         missing = [name for name in source.log.needed() if name not in found]
         if missing:
             raise DataError(f"{self._name}: no column {', '.join(missing)}; the columns are {', '.join(found)}")
+        if keep:
+            read = {*source.log.read(), *source.log.columns}
+            names = [*(quote(name) for name in found if name in read), FILE, *([ROW] if self._numbered else [])]
+            database.rows(f"CREATE TABLE kept AS SELECT {', '.join(names)} FROM {source.reader}")
+            database.rows("SET enable_external_access = false")
+            self.source = source = replace(source, reader="kept")
         reader, types = self._typed(found)
         self.spec = replace(source.log, columns=types)
         self.first: int | None = None
@@ -56,8 +65,7 @@ class Ingestion:
     def _typed(self, found: dict[str, str]) -> tuple[str, dict[str, str]]:
         """The reader with the types that the spec has written down, and those of all columns that it reads."""
         log, casts = self.source.log, []
-        conditions = [name for each in (log.where, log.target) if each for name in columns_of(each)]
-        types = {name: kind_of(found[name]) for name in (*log.needed(), *conditions) if name in found}
+        types = {name: kind_of(found[name]) for name in log.read() if name in found}
         for name, wanted in log.columns.items():
             kind = types.get(name, wanted)
             if kind == wanted or (kind != "VARCHAR" and wanted != "VARCHAR" and name not in log.features):
@@ -113,13 +121,33 @@ class Ingestion:
     def _feature(self, name: str) -> str:
         """Values of a feature: text or null, an integer, 0 if it is missing, or a list without nulls."""
         kind, column = self.spec.columns[name], quote(name)
+        if name in self.spec.split:
+            if kind != "VARCHAR":
+                raise DataError(f"{self._name}: feature column {name} is {kind}: only text can be split")
+            values = f"list_transform(string_split({column}, {literal(self.spec.split[name])}), lambda x: trim(x))"
+            return f"coalesce(list_filter({values}, lambda x: x <> ''), [])"
         if kind == "VARCHAR":
             return column
+        if kind == "VARCHAR[]":
+            return f"coalesce(list_filter({column}, lambda x: x IS NOT NULL), [])"
         if kind == "BIGINT":
             return f"CAST(coalesce({column}, 0) AS BIGINT)"
         if kind == "BIGINT[]":
             return f"coalesce(list_filter(CAST({column} AS BIGINT[]), lambda x: x IS NOT NULL), [])"
-        raise DataError(f"feature column {name} is {kind}: integers, lists of integers or strings can be used")
+        raise DataError(
+            f"{self._name}: feature column {name} is {kind}: a feature is text or an integer, or a list of them"
+        )
+
+    def check_unit(self) -> None:
+        """An error if the log's times, by its first rows, are most likely of another unit."""
+        first, unit = f"SELECT timestamp FROM log LIMIT {_SAMPLE}", self.spec.time_unit
+        middle = self.database.value(f"SELECT quantile_disc(timestamp, 0.5) FROM ({first})")
+        other = None if middle is None else likely_unit(middle, unit)
+        if other is not None:
+            raise DataError(
+                f"{self._name}: times look like {NAMES[other]}: {middle} in {NAMES[unit]} would be in the year "
+                f"{year_of(middle, unit)}. Say --time-unit {other}, or insist with --accept-times"
+            )
 
     def check_rows(self, more: Mapping[str, str] | None = None) -> dict[str, int]:
         """Count bad rows by reason; name the first ones, or leave them out.
@@ -127,15 +155,22 @@ class Ingestion:
         Args:
             more: reasons of the caller's own, with their conditions on columns of ``log``.
         """
-        conditions = {
+        last = last_time(self.spec.time_unit)
+        conditions = {  # these five are told by Parquet's metadata
             "user is null": "user_id IS NULL",
             "item is null": "item_id IS NULL",
             "time is null": "timestamp IS NULL",
             "time is negative": "timestamp < 0",
+            "time is after the year 2200": f"timestamp > {last}",
         }
         if self.spec.target:
             bad = "target IS NULL OR target < 0 OR NOT isfinite(target)"
             conditions["target weight is null, negative or not finite"] = bad
+        for name in self.spec.features:
+            column = quote(FEATURE + name)
+            if not self.spec.is_text(name):
+                value = f"list_min({column})" if self.spec.is_list(name) else column
+                conditions[f"feature {name} is negative"] = f"coalesce({value}, 0) < 0"
         conditions |= more or {}
         every = " OR ".join(f"({condition})" for condition in conditions.values())
         # Parquet answers this from its metadata
@@ -143,12 +178,15 @@ class Ingestion:
             "SELECT count(*), count(user_id), count(item_id), count(timestamp), min(timestamp), max(timestamp) FROM log"
         )
         skipped = {}
-        if self.spec.target or more or min(numbers) < rows or (self.first is not None and self.first < 0):
+        plausible = self.first is None or self.last is None or (self.first >= 0 and self.last <= last)
+        if len(conditions) > 5 or min(numbers) < rows or not plausible:
             bad = ", ".join(f"count(*) FILTER (WHERE {condition})" for condition in conditions.values())
             found = zip(conditions, self.database.row(f"SELECT {bad} FROM log"), strict=True)
             skipped = {reason: int(count) for reason, count in found if count}
         where = f" WHERE NOT coalesce(({every}), true)" if skipped else ""
         self.database.rows(f"CREATE VIEW events AS SELECT * EXCLUDE (source_file) FROM log{where}")
+        if not plausible:
+            self.first, self.last = self.database.row("SELECT min(timestamp), max(timestamp) FROM events")
         if skipped:
             lines = "; ".join(f"{count:,} rows: {reason}" for reason, count in skipped.items())
             if self.spec.on_bad_rows == "error":
@@ -157,7 +195,6 @@ class Ingestion:
                     "with --on-bad-rows skip"
                 )
             logger.warning("bad rows left out: %s", lines)
-        self._check_features()
         return skipped
 
     def _first_bad_rows(self, every: str, conditions: dict[str, str]) -> str:
@@ -174,10 +211,3 @@ class Ingestion:
             f"JOIN ({firsts}) USING (source_file) ORDER BY n"
         )
         return "First: " + "; ".join(f"{name} row {row}: {reason}" for name, row, reason in rows)
-
-    def _check_features(self) -> None:
-        for name in self.spec.features:
-            kind, column = self.spec.columns[name], quote(FEATURE + name)
-            value = f"list_min({column})" if kind.endswith("[]") else column
-            if kind != "VARCHAR" and self.database.value(f"SELECT count(*) FROM events WHERE {value} < 0"):
-                raise DataError(f"feature column {name} has negative values: they must be 0 or more")

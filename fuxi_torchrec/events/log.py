@@ -12,6 +12,7 @@ import duckdb
 
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.times import TimeUnit
+from fuxi_torchrec.schema import Record
 
 # DuckDB's types that fit into 64 bits, signed
 INTEGERS = ("TINYINT", "SMALLINT", "INTEGER", "BIGINT", "UTINYINT", "USMALLINT", "UINTEGER")
@@ -67,7 +68,7 @@ def columns_of(expression: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class LogSpec:
+class LogSpec(Record):
     """How a log is read.
 
     Attributes:
@@ -76,6 +77,7 @@ class LogSpec:
         where: SQL condition: other rows are no events.
         target: SQL expression, the event's weight as a target.
         features: columns that are features of events.
+        split: of features of text with several values in one: what stands between them.
         min_user_events: users with fewer are not in the dataset. It says whom a model is trained on: whoever comes
             later is served.
         min_item_events: items with fewer are rare.
@@ -92,6 +94,7 @@ class LogSpec:
     where: str | None = None
     target: str | None = None
     features: tuple[str, ...] = ()
+    split: dict[str, str] = field(default_factory=dict)
     min_user_events: int = 1
     min_item_events: int = 1
     iterate: bool = True
@@ -112,6 +115,24 @@ class LogSpec:
         """Columns that a log must have, those of conditions aside."""
         expressions = (self.user, self.item, self.time)
         return list(dict.fromkeys([*(name for each in expressions for name in columns_of(each)), *self.features]))
+
+    def __post_init__(self) -> None:
+        for name, delimiter in self.split.items():
+            if name not in self.features or not delimiter:
+                raise ValueError(f"split {name!r} at {delimiter!r}: not a feature, or nothing to split at")
+
+    def is_text(self, feature: str) -> bool:
+        """Whether the values of a feature are text, with a vocabulary; of a dataset's or an export's spec."""
+        return self.columns[feature].startswith("VARCHAR")
+
+    def is_list(self, feature: str) -> bool:
+        """Whether an event has several values of a feature, likewise."""
+        return feature in self.split or self.columns[feature].endswith("[]")
+
+    def read(self) -> list[str]:
+        """Columns that are read, if the log has them: those needed, and those of conditions."""
+        conditions = [name for each in (self.where, self.target) if each for name in columns_of(each)]
+        return list(dict.fromkeys([*self.needed(), *conditions]))
 
     def read_by_where(self) -> list[str]:
         """The log's columns that ``where`` reads; of a dataset's or an export's spec."""

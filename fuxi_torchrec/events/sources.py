@@ -7,16 +7,16 @@ import glob
 import os
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import duckdb
-import pyarrow.parquet as pq
 
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.log import LogSpec, literal, quote
+from fuxi_torchrec.events.pages import rows_and_columns
 from fuxi_torchrec.events.times import TimeUnit
 
 LOGS = (".parquet", ".csv", ".csv.gz", ".tsv")  # endings
@@ -87,15 +87,9 @@ def of_log(path: str, log: LogSpec) -> Source:
 
 def _of_parquet(files: list[str], log: LogSpec) -> Source:
     """Parquet files number their rows, by file and by place in it, if they can: sorting needs no pass to do so."""
-    most, taken = 1, False
-    for name in files:
-        try:
-            metadata = pq.read_metadata(name)
-        except Exception as error:
-            raise DataError(f"{name}: not a readable Parquet file, perhaps cut short: {error}") from None
-        most = max(most, metadata.num_rows)
-        taken = taken or "file_row_number" in metadata.schema.to_arrow_schema().names
-    if taken:
+    found = [rows_and_columns(name, log.read()) for name in files]
+    most = max(1, *(rows for rows, _ in found))
+    if any("file_row_number" in names for _, names in found):
         return Source(tuple(files), read_files(files, "read_parquet", ", union_by_name = true"), log)
     parts = [
         f"SELECT * EXCLUDE (file_row_number), {n * most} + file_row_number AS {ROW} "
@@ -127,8 +121,12 @@ def events(
     min_user_events: int = 1,
     min_item_events: int = 1,
     rare_items: Literal["drop", "unknown"] = "drop",
+    split_features: Mapping[str, str] | None = None,
 ) -> Source:
     """CSV or Parquet logs with named columns."""
+    missing = [name for name in split_features or {} if name not in event_features]
+    if missing:
+        raise DataError(f"to be split, but no feature: {', '.join(missing)}; name them in --event-features too")
     for name in event_features:
         if not name or "." in name or "/" in name:
             why = "a name with a dot or a slash cannot be that of a table: rename the column"
@@ -139,6 +137,7 @@ def events(
     log = LogSpec(
         *(quote(user_column), quote(item_column), quote(time_column), time_unit, where, target_expression),
         features=tuple(event_features),
+        split=dict(split_features or {}),
         min_user_events=min_user_events,
         min_item_events=min_item_events,
         rare_items=rare_items,

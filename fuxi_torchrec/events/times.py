@@ -10,7 +10,32 @@ PER_SECOND = {"s": 1, "ms": 1_000, "us": 1_000_000}
 NAMES = {"s": "seconds", "ms": "milliseconds", "us": "microseconds"}
 YEAR = 31_556_952  # seconds
 DAY = 86_400
+LAST_SECOND = 7_258_118_400  # the year 2200 begins
 BEFORE, AFTER = 40, 100  # years from an export's as_of that a time is plausible
+
+
+def last_time(unit: str) -> int:
+    """The last time there can be, anywhere: that of the year 2200. The first is 0, in 1970."""
+    return LAST_SECOND * PER_SECOND[unit]
+
+
+def likely_unit(value: int, unit: str) -> str | None:
+    """Another unit, if a time would be of these years in it and is not in its own.
+
+    Example:
+        >>> likely_unit(1_700_000_000_000, "s"), likely_unit(1_700_000_000, "s"), likely_unit(7, "s")
+        ('ms', None, None)
+    """
+
+    def usual(unit: str) -> bool:
+        return 1990 <= year_of(value, unit) <= 2100
+
+    return None if usual(unit) else next((other for other in TIME_UNITS if usual(other)), None)
+
+
+def year_of(value: int, unit: str) -> int:
+    """However far away."""
+    return int(1970 + value / PER_SECOND[unit] / YEAR)
 
 
 def show_time(value: int, unit: str) -> str:
@@ -73,14 +98,14 @@ def check_event_time(value: int, as_of: int, unit: str, what: str = "timestamp")
     return value
 
 
-def parse_time(text: str, unit: str) -> int:
-    """A number in the export's unit, or an ISO date or time, which is UTC if it does not say.
+def parse_time(text: str | int, unit: str) -> int:
+    """A number in the unit, or an ISO date or time, which is UTC if it does not say.
 
     Example:
         >>> parse_time("1970-01-02", "ms"), parse_time("1970-01-01T01:00:00+01:00", "s"), parse_time("77", "us")
         (86400000, 0, 77)
     """
-    if text.strip().lstrip("-").isdigit():
+    if isinstance(text, int) or text.strip().lstrip("-").isdigit():
         return int(text)
     try:
         moment = datetime.datetime.fromisoformat(text.strip())

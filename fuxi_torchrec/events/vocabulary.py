@@ -6,22 +6,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.filesystem import resolve
 
 UNKNOWN = 0
-
-
-def read_table(path: str, columns: list[str]) -> pa.Table:
-    """Columns of a vocabulary's Parquet file."""
-    filesystem, inside = resolve(path)
-    try:
-        return pq.read_table(inside, columns=columns, filesystem=filesystem)
-    except (OSError, pa.ArrowInvalid, KeyError) as error:
-        raise DataError(f"{path}: not a readable vocabulary: {error}") from None
+COLUMNS = ("item_id", "index", "count")
 
 
 class Vocabulary:
@@ -37,7 +28,11 @@ class Vocabulary:
 
     @staticmethod
     def read(path: str) -> "Vocabulary":
-        table = read_table(path, ["item_id", "index", "count"])
+        return Vocabulary.of(parquet.read_table(path, COLUMNS), path)
+
+    @staticmethod
+    def of(table: pa.Table, path: str) -> "Vocabulary":
+        """Of the table in a file, whose name is for messages."""
         index = table["index"].to_numpy()
         if not np.array_equal(index, np.arange(1, len(index) + 1)):
             raise DataError(f"{path}: indices must be 1, 2, 3, ... in order")

@@ -1,5 +1,9 @@
 """An export on disk: what it holds, what it promises, and how it is opened.
 
+Nobody reads a byte of it that was not checked: manifest.json is sealed and has checksums of all files, which
+:meth:`Bundle.file` compares before a file's first use. Parquet files prove every part when it is read
+(:mod:`fuxi_torchrec.events.parquet`), states every record.
+
 manifest.json                written last: a directory without it is not an export
 encoder.safetensors          the encoder's parameters, by their names in its class
 tables.safetensors           item_table (items + 1, D), and feature_NAME of each feature: raw rows
@@ -14,29 +18,43 @@ programs/query.pt2, append.pt2   torch.export programs. None if states grow
 """
 
 import dataclasses
-import json
+import math
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fuxi_torchrec.artifacts import crc32_of, write_atomically
+from fuxi_torchrec.artifacts import crc32_of, inside, sync, write_atomically
 from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.encoders.norms import unit_length
 from fuxi_torchrec.encoders.registry import config_from, make_encoder
 from fuxi_torchrec.errors import FuxiError
+from fuxi_torchrec.events import parquet
+from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
+from fuxi_torchrec.export.options import Verify
+from fuxi_torchrec.schema import Record, read_json, sealed
 
-VERSION = 2
+VERSION = 3
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
 ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
 FEATURES, OTHER_ITEMS = "features", "other-items.parquet"
+_PARTS = (ITEMS, USERS, HISTORIES, STATES)
 ITEM_TABLE = "item_table"
+IdType = Literal["int64", "string"]
+
+# every file that an export can have
+_NAMES = re.compile(
+    r"encoder\.safetensors|tables\.safetensors|other-items\.parquet|index(-int8)?\.faiss|programs/(query|append)\.pt2"
+    r"|features/[^/\0]+\.parquet|(items|users|histories)/part-\d{5,9}\.parquet|states/part-\d{5,9}\.bin"
+)
+_AGAIN = "export again"
 
 
 class ExportError(FuxiError, ValueError):
@@ -44,15 +62,15 @@ class ExportError(FuxiError, ValueError):
 
 
 @dataclass(frozen=True)
-class FileEntry:
+class FileEntry(Record):
     """A file as the manifest lists it."""
 
     size: int
-    crc32: int
+    crc32: int  # of a Parquet file the checksum of its checksums
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Record):
     """What ``manifest.json`` says.
 
     Attributes:
@@ -85,8 +103,8 @@ class Manifest:
     items: int
     users: int
     states: int
-    item_id_type: str
-    user_id_type: str
+    item_id_type: IdType
+    user_id_type: IdType
     log: LogSpec
     features: tuple[Feature, ...] = ()
     index: dict[str, Any] = field(default_factory=dict)
@@ -102,56 +120,103 @@ class Manifest:
         return self.log.time_unit
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+        return sealed(dataclasses.asdict(self))
 
-    @staticmethod
-    def from_json(text: str, path: Path) -> "Manifest":
-        try:
-            plain = json.loads(text)
-            if plain["version"] != VERSION:
-                raise ExportError(
-                    f"{path}: export of version {plain['version']}, this software reads version {VERSION}: export again"
-                )
-            plain["log"] = LogSpec.from_dict(plain["log"])
-            plain["features"] = tuple(Feature(**feature) for feature in plain["features"])
-            plain["files"] = {name: FileEntry(**entry) for name, entry in plain["files"].items()}
-            return Manifest(**plain)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ExportError(f"{path}: not a readable manifest: {error!r}") from None
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if not _NAMES.fullmatch(name):
+                raise ValueError(f"files: {name!r} is no file of an export")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"temperature must be a positive number, not {self.temperature}")
+        if self.dimension != self.model.get("dim"):
+            raise ValueError(f"dimension {self.dimension} is not model.dim, {self.model.get('dim')!r}")
+        least = {"items": 0, "users": 0, "states": 0, "max_length": 1, "state_min_events": 1, "state_bytes": 0}
+        for name, bound in least.items():
+            if not bound <= getattr(self, name) < 2**62:
+                raise ValueError(f"{name} must be at least {bound}, not {getattr(self, name)}")
+        if not -(2**62) < self.as_of < 2**62:
+            raise ValueError(f"as_of {self.as_of} is no time")
+        self._check_files()
+
+    def _check_files(self) -> None:
+        """What one part of the manifest promises, the files must be able to keep."""
+        needed = {ENCODER, TABLES, *(f"{FEATURES}/{f.name}.parquet" for f in self.features if f.vocabulary)}
+        needed |= {OTHER_ITEMS} if self.log.drops_rare_items else set()
+        needed |= {INDEX} if self.index else set()
+        if missing := sorted(needed - self.files.keys()):
+            raise ValueError(f"files: {', '.join(missing)} is missing")
+        parts = {folder: {Path(n).stem for n in self.files if n.startswith(folder + "/")} for folder in _PARTS}
+        if parts[USERS] != parts[HISTORIES] or not parts[STATES] <= parts[USERS]:
+            raise ValueError("files: users/, histories/ and states/ are not of the same parts")
+        for folder, count in ((ITEMS, self.items), (USERS, self.users), (STATES, self.states)):
+            if count and not parts[folder]:
+                raise ValueError(f"files: {count} {folder} and no file of them")
+        if self.states > self.users or (self.states and not self.state_bytes):
+            raise ValueError(f"{self.states} states of {self.users} users, of {self.state_bytes} bytes")
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A finished export."""
+    """A finished export.
+
+    Attributes:
+        verify: ``checksums``: a file's contents are compared with the manifest before its first use; ``sizes``: sizes
+            alone, of what other than Parquet files and states.
+    """
 
     path: Path
     manifest: Manifest
+    verify: Verify = "checksums"
+    _checked: set[str] = field(default_factory=set)
 
     @staticmethod
-    def open(path: str | Path, verify: Literal["sizes", "checksums"] = "sizes") -> "Bundle":
-        """Read the manifest and check the files' sizes, or their contents too."""
+    def open(path: str | Path, verify: Verify = "checksums") -> "Bundle":
+        """Read the manifest, and check that its files are there and of the right size."""
         path = Path(path)
         try:
-            text = (path / MANIFEST).read_text()
+            text = (path / MANIFEST).read_bytes()
         except OSError:
             raise ExportError(
                 f"{path}: no export here: {MANIFEST} is missing or cannot be read. It is written last, so an "
                 "unfinished export has none: export again"
             ) from None
-        manifest = Manifest.from_json(text, path / MANIFEST)
+        where, version = path / MANIFEST, ("version", VERSION)
+        manifest = read_json(Manifest, text, where, ExportError, _AGAIN, version=version, seal=True)
         for name, entry in manifest.files.items():
-            _check_file(path / name, entry, contents=verify == "checksums")
-        return Bundle(path, manifest)
+            file = inside(path, name, ExportError)
+            if not file.is_file():
+                raise ExportError(f"{file} is missing: the export is damaged, export again")
+            if file.stat().st_size != entry.size:
+                size = file.stat().st_size
+                raise ExportError(f"{file} has {size} bytes where the manifest says {entry.size}: export again")
+        return Bundle(path, manifest, verify)
+
+    def file(self, name: str) -> Path:
+        """A file of the manifest, found right when it is first asked for: whoever reads one asks here."""
+        if name not in self.manifest.files:
+            raise ExportError(f"{self.path}: the export has no {name}")
+        if name not in self._checked:
+            if name.endswith(".parquet"):  # the rest is checked as it is read
+                self._compare(name, checksum(self.path / name, everything=False))
+            elif self.verify == "checksums" and not name.startswith(f"{STATES}/"):
+                self._compare(name, crc32_of(self.path / name))
+            self._checked.add(name)
+        return self.path / name
 
     def parts(self, folder: str) -> list[Path]:
-        """The files of a folder, in order; a file has itself."""
-        return [self.path / name for name in sorted(self.manifest.files) if f"{name}/".startswith(folder + "/")]
+        """The files of a folder, in order, each as :meth:`file` gives it."""
+        return [self.file(name) for name in sorted(self.manifest.files) if name.startswith(f"{folder}/")]
 
-    def check(self, *names: str) -> None:
-        """Refuse files, or folders with a file, whose contents are not as the manifest says."""
-        for name in names:
-            for path in self.parts(name):
-                _check_file(path, self.manifest.files[str(path.relative_to(self.path))], contents=True)
+    def check(self) -> None:
+        """Read every byte of every file and compare it with the manifest."""
+        for name in self.manifest.files:
+            self._compare(name, checksum(self.path / name))
+
+    def _compare(self, name: str, crc32: int) -> None:
+        if crc32 != self.manifest.files[name].crc32:
+            raise ExportError(
+                f"{self.path / name} has another checksum than the manifest says: the file is damaged, export again"
+            )
 
     def encoder(self) -> SequenceEncoder:
         """The encoder, ready to serve."""
@@ -159,35 +224,46 @@ class Bundle:
             encoder = make_encoder(config_from(self.manifest.model))
         except (KeyError, TypeError, ValueError) as error:
             raise ExportError(f"{self.path / MANIFEST}: model is not an encoder's configuration: {error}") from None
-        encoder.load_state_dict(load_file(self.path / ENCODER))
+        try:
+            encoder.load_state_dict(load_file(self.file(ENCODER)))
+        except (RuntimeError, SafetensorError) as error:
+            raise ExportError(f"{self.path / ENCODER}: not the weights of this encoder: {error}") from None
         return encoder.eval().requires_grad_(False)
 
     def tables(self) -> dict[str, Tensor]:
         """Raw rows of the item table and of features."""
-        return load_file(self.path / TABLES)
+        path, names = self.file(TABLES), [f"feature_{feature.name}" for feature in self.manifest.features]
+        try:
+            tables = load_file(path)
+        except SafetensorError as error:
+            raise ExportError(f"{path}: not readable: {error}: export again") from None
+        for name in (ITEM_TABLE, *names):
+            if name not in tables or tables[name].dim() != 2 or tables[name].shape[1] != self.manifest.dimension:
+                raise ExportError(f"{path}: {name} is not a table of width {self.manifest.dimension}: export again")
+        return tables
 
     def feature_rows(self) -> dict[str, int]:
         """How many rows the table of each feature has."""
         names = [feature.name for feature in self.manifest.features]
         if not names:
             return {}
-        self.check(TABLES)
-        with safe_open(self.path / TABLES, "pt") as file:
+        with safe_open(self.file(TABLES), "pt") as file:
             return {name: file.get_slice(f"feature_{name}").get_shape()[0] for name in names}
 
 
-def _check_file(path: Path, entry: FileEntry, contents: bool) -> None:
-    if not path.exists():
-        raise ExportError(f"{path} is missing: the export is damaged, export again")
-    if path.stat().st_size != entry.size:
-        raise ExportError(f"{path} has {path.stat().st_size} bytes where the manifest says {entry.size}: export again")
-    if contents and crc32_of(path) != entry.crc32:
-        raise ExportError(f"{path} has another checksum than the manifest says: the file is damaged, export again")
+def checksum(path: Path, everything: bool = True) -> int:
+    """Of a file's contents, all of which are read; of a Parquet file, if not ``everything``, its end alone."""
+    try:
+        return parquet.checksum(path, everything) if path.suffix == ".parquet" else crc32_of(path)
+    except DataError as error:
+        raise ExportError(str(error)) from None
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Reads the file once."""
-    return FileEntry(path.stat().st_size, crc32_of(path))
+    """A file that was written and is on disk now; reads it once."""
+    sync(path)
+    sync(path.parent)
+    return FileEntry(path.stat().st_size, checksum(path))
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:

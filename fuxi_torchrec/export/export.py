@@ -4,20 +4,19 @@ Every rank writes what it has: its rows of the tables, its items, its users. Onl
 programs are written by rank 0, the index from the items' files.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch.distributed as dist
 
 from fuxi_torchrec import strict_yaml
-from fuxi_torchrec.artifacts import NewDirectory, sync
+from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.evaluation.loading import Loaded, own_dataset
-from fuxi_torchrec.events.filesystem import read_bytes
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.times import NAMES, PER_SECOND, YEAR, parse_time, show_time
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
@@ -31,12 +30,11 @@ from fuxi_torchrec.export.bundle import (
     ExportError,
     FileEntry,
     Manifest,
-    describe_file,
     write_manifest,
 )
 from fuxi_torchrec.export.job import ExportJob, id_type
 from fuxi_torchrec.export.options import ExportOptions
-from fuxi_torchrec.export.programs import detached, write_programs
+from fuxi_torchrec.export.programs import APPEND, QUERY, detached, write_programs
 from fuxi_torchrec.export.states import TRAILER_BYTES
 from fuxi_torchrec.export.tables import model_id, write_items, write_other_items, write_tables
 from fuxi_torchrec.export.users import export_users
@@ -97,27 +95,20 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
         as_of = choose_as_of(run, options)
         if options.index and find_spec("faiss") is None:
             raise ExportError("faiss is not installed: pip install fuxi_torchrec[serve], or leave it out: --no-index")
-    with _aside(run, output) as directory:
-        return _Exporter(run, directory, options, as_of).write()
-
-
-@contextmanager
-def _aside(run: Loaded, output: Path) -> Iterator[Path]:
-    """A directory to write in, which becomes the output if all goes well and is removed if not."""
-    new, first = NewDirectory(output), run.world.rank == 0
+    new = NewDirectory(output)
     try:
         with raise_on_all_ranks("making the output directory"):
-            if first:
+            if run.world.rank == 0:
                 place = new.begin()
-                for folder in (ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
+                for folder in (FEATURES, ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
                     (place / folder).mkdir()
-        dist.barrier()
-        yield new.place
+        manifest = _Exporter(run, new.place, options, as_of).write()
         with raise_on_all_ranks("renaming the output"):
-            if first:
+            if run.world.rank == 0:
                 new.commit()
     finally:
         new.end()
+    return manifest
 
 
 class _Exporter(ExportJob):
@@ -175,11 +166,11 @@ class _Exporter(ExportJob):
         def work() -> None:
             for name in (feature.name for feature in self.features if feature.vocabulary):
                 dataset = own_dataset(run.config, run.info, run.dataset, name)
-                (self.directory / FEATURES).mkdir(exist_ok=True)
-                path = self.directory / FEATURES / f"{name}.parquet"
-                path.write_bytes(read_bytes(dataset.file(f"feature-{name}.parquet")))
-                sync(path)
-                self.own_files.append(f"{FEATURES}/{name}.parquet")
+                file = f"{FEATURES}/{name}.parquet"
+                values = dataset.feature_values(name)
+                table = pa.table({"value": values, "index": pa.array(np.arange(1, len(values) + 1))})
+                parquet.write_table(self.directory / file, table)
+                self.wrote(file)
 
         run_on_rank_0(self.world, "writing features", work)
 
@@ -192,15 +183,15 @@ class _Exporter(ExportJob):
         found, about = indices.build(paths, items, dim, self.options.exact_items)
         about = {"file": INDEX, **indices.tuned(found, about, queries, exact, paths)}
         indices.write(found, self.directory / INDEX)
-        self.own_files.append(INDEX)
+        self.wrote(INDEX)
         logger.info("%s index of %s items, recall@100 %.4f", about["kind"], f"{items:,}", about["recall@100"])
         del found
         if self.options.quantize == "int8":
             small = indices.build_int8(paths, items, dim)
             recall = indices.recall(small, queries, exact, paths)
             indices.write(small, self.directory / INT8_INDEX)
-            self.own_files.append(INT8_INDEX)
-            size = (self.directory / INT8_INDEX).stat().st_size
+            self.wrote(INT8_INDEX)
+            size = self.files[INT8_INDEX].size
             about["int8"] = {"file": INT8_INDEX, "recall@100": recall, "recall_lost": 1.0 - recall, "bytes": size}
             logger.info("int8 index: %.1f MiB, recall@100 %.4f", size / 2**20, recall)
         return about
@@ -213,17 +204,12 @@ class _Exporter(ExportJob):
         def work() -> None:
             worst = write_programs(detached(self.run.encoder), self.similarity, self.directory / PROGRAMS)
             logger.info("portable programs differ from the encoder by at most %.1e", worst)
-            self.own_files += [f"{PROGRAMS}/{path.name}" for path in sorted((self.directory / PROGRAMS).iterdir())]
+            self.wrote(f"{PROGRAMS}/{QUERY}", f"{PROGRAMS}/{APPEND}")
 
         run_on_rank_0(self.world, "exporting programs", work)
 
     def _files(self) -> dict[str, FileEntry]:
-        """Sizes and checksums of all files, each rank reading its own; their directories are on disk then."""
-        own = self.read_files
-        with raise_on_all_ranks("reading the export back"):
-            own |= {name: describe_file(self.directory / name) for name in self.own_files if name not in own}
-            for folder in sorted({Path(name).parent for name in own}):
-                sync(self.directory / folder)
+        """Sizes and checksums of all ranks' files."""
         everyone: list[dict[str, FileEntry]] = [{} for _ in range(self.world.size)]
-        dist.all_gather_object(everyone, own)
+        dist.all_gather_object(everyone, self.files)
         return dict(sorted(entry for part in everyone for entry in part.items()))

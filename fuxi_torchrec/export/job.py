@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fuxi_torchrec.evaluation.loading import Loaded
-from fuxi_torchrec.export.bundle import FileEntry
+from fuxi_torchrec.export.bundle import FileEntry, IdType, describe_file
 from fuxi_torchrec.export.options import ExportOptions
 
 
@@ -17,8 +17,7 @@ class ExportJob:
 
     Attributes:
         first: whether this is rank 0.
-        own_files: what this rank wrote, by name.
-        read_files: those of them that were read back already.
+        files: what this rank wrote.
         record_bytes: of a user's state; 0 where none are stored.
         features: of events, in the model's order.
     """
@@ -26,13 +25,16 @@ class ExportJob:
     def __init__(self, run: Loaded, directory: Path, options: ExportOptions, as_of: int) -> None:
         self.run, self.directory, self.options, self.as_of = run, directory, options, as_of
         self.world, self.first, self.similarity = run.world, run.world.rank == 0, run.config.loss.similarity
-        self.own_files: list[str] = []
-        self.read_files: dict[str, FileEntry] = {}
+        self.files: dict[str, FileEntry] = {}
         self.record_bytes = run.encoder.state_bytes
         about = {feature.name: feature for feature in run.dataset.info.features}
         self.features = tuple(
             replace(about[table.feature], rows=table.rows, pooling=table.pooling) for table in run.tables.features
         )
+
+    def wrote(self, *names: str) -> None:
+        """Note files of this rank, which are whole."""
+        self.files |= {name: describe_file(self.directory / name) for name in names}
 
 
 def plain_ids(ids: pa.Array) -> pa.Array:
@@ -40,7 +42,7 @@ def plain_ids(ids: pa.Array) -> pa.Array:
     return ids.cast(pa.int64() if pa.types.is_integer(ids.type) else pa.string())
 
 
-def id_type(kind: pa.DataType) -> str:
+def id_type(kind: pa.DataType) -> IdType:
     """A type of ids in the manifest."""
     return "int64" if pa.types.is_integer(kind) else "string"
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from fuxi_torchrec.options import check_least, option
+from fuxi_torchrec.options import check_bounds, option
+
+Verify = Literal["checksums", "sizes"]  # of an export's files, before they are first used
 
 
 @dataclass(frozen=True)
@@ -29,4 +31,4 @@ class ExportOptions:
     recall_users: int = 500
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Histories, Ints
@@ -91,8 +90,7 @@ def write_users(path: Path, users: Users) -> None:
     width = users.embedding.shape[1]
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(users.embedding.reshape(-1)), width)
     columns = {USER: users.ids, EMBEDDING: embedding, **{name: pa.array(getattr(users, name)) for name in NUMBERS}}
-    pq.write_table(pa.table(columns), path)
-    sync(path)
+    parquet.write_table(path, pa.table(columns))
 
 
 def read_histories(path: Path, users: pa.Array, features: Sequence[Feature]) -> Histories:
@@ -117,12 +115,11 @@ def write_histories(path: Path, users: pa.Array, histories: Histories) -> None:
     firsts = [*np.flatnonzero(np.diff(group, prepend=-1)).tolist(), len(users)]
     columns = {name: _plain_lists(column) for name, column in histories.to_arrow().items()}
     table = pa.table({USER: users, **columns})
-    with pq.ParquetWriter(path, table.schema) as writer:
+    with parquet.Writer(path, table.schema) as writer:
         for begin, end in itertools.pairwise(firsts):
-            writer.write_table(table.slice(begin, end - begin), row_group_size=max(1, end - begin))
+            writer.write(table.slice(begin, end - begin))
         if len(firsts) == 1:
-            writer.write_table(table)
-    sync(path)
+            writer.write(table)
 
 
 def _plain_lists(column: pa.Array) -> pa.Array | pa.ChunkedArray:
@@ -136,13 +133,9 @@ def _plain_lists(column: pa.Array) -> pa.Array | pa.ChunkedArray:
 def read_table(path: Path, columns: Sequence[str]) -> pa.Table:
     """Columns of a Parquet file, or an error that names it."""
     try:
-        table = pq.read_table(path, columns=list(columns))
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ExportError(f"{path}: cannot be read, the file is damaged: {error}") from None
-    missing = [name for name in columns if name not in table.column_names]
-    if missing:
-        raise ExportError(f"{path}: no column {', '.join(missing)}: not of this version, export again")
-    return table
+        return parquet.read_table(path, columns)
+    except DataError as error:
+        raise ExportError(str(error)) from None
 
 
 def combined(column: pa.ChunkedArray) -> pa.Array:

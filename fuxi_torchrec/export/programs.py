@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.encoders import make_encoder
 from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.encoders.state import EncoderState
@@ -76,7 +75,6 @@ def write_programs(encoder: SequenceEncoder, similarity: str, directory: Path) -
     for name, (program, arguments, shapes) in programs.items():
         exported = torch.export.export(program.eval(), arguments, dynamic_shapes=shapes, strict=False)
         torch.export.save(exported, directory / name)
-        sync(directory / name)
         loaded[name] = torch.export.load(io.BytesIO((directory / name).read_bytes())).module()
     worst = 0.0
     for users in _CHECKED:

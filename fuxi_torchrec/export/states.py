@@ -8,15 +8,17 @@ being written when the machine stopped fails its checksum and is reported by :me
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import ExportError
+from fuxi_torchrec.schema import Record, read_json
 
 MAGIC = b"FUXISTAT"
 VERSION = 1
@@ -24,21 +26,33 @@ HEADER_BYTES = 4096
 TRAILER_BYTES = 8  # crc32 and flags, uint32 each, little-endian
 
 Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class _Header(Record):
+    """What a file of states says of itself."""
+
+    model_id: str
+    record_bytes: int
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if not 0 < self.record_bytes < 2**40:
+            raise ValueError(f"record_bytes must be positive, not {self.record_bytes}")
 
 
 class StateFile:
-    """States of one model in one file. Made by :meth:`create` or :meth:`open`.
+    """States of one model in one file: written by appending to a new one, then read. Made by :meth:`create` or
+    :meth:`open`.
 
     Attributes:
         model_id: of the weights the states belong to.
         record_bytes: of a state, without its checksum.
         slot_bytes: of a record in the file, its checksum included: ``state_bytes`` of the manifest.
-        writable: one process writes at a time; nothing here locks.
     """
 
-    def __init__(self, path: Path, model_id: str, record_bytes: int, writable: bool) -> None:
-        self.path, self.model_id, self.record_bytes, self.writable = path, model_id, record_bytes, writable
+    def __init__(self, path: Path, model_id: str, record_bytes: int) -> None:
+        self.path, self.model_id, self.record_bytes = path, model_id, record_bytes
         self.slot_bytes = record_bytes + TRAILER_BYTES
         self._mapped = self._map()
 
@@ -51,20 +65,16 @@ class StateFile:
     def create(path: str | Path, model_id: str, record_bytes: int) -> "StateFile":
         """A new file without records; it must not exist."""
         path = Path(path)
-        if record_bytes < 1:
-            raise ValueError(f"record_bytes must be positive, not {record_bytes}")
-        about = json.dumps({"version": VERSION, "model_id": model_id, "record_bytes": record_bytes}).encode()
+        about = json.dumps(asdict(_Header(model_id, record_bytes))).encode()
         try:
             with path.open("xb") as file:
                 file.write((MAGIC + about).ljust(HEADER_BYTES, b"\0"))
         except FileExistsError:
             raise ExportError(f"{path} exists: states are never written over others, take another place") from None
-        return StateFile(path, model_id, record_bytes, writable=True)
+        return StateFile(path, model_id, record_bytes)
 
     @staticmethod
-    def open(
-        path: str | Path, model_id: str | None = None, record_bytes: int | None = None, writable: bool = False
-    ) -> "StateFile":
+    def open(path: str | Path, model_id: str | None = None, record_bytes: int | None = None) -> "StateFile":
         """An existing file; refused if it is not of this model, or its records are of another size, where given."""
         path = Path(path)
         try:
@@ -74,27 +84,21 @@ class StateFile:
             raise ExportError(f"{path}: the states cannot be read: {error.strerror}") from None
         if len(header) < HEADER_BYTES or not header.startswith(MAGIC):
             raise ExportError(f"{path}: not a file of states, or cut short: export again")
-        try:
-            about = json.loads(header[len(MAGIC) :].rstrip(b"\0"))
-            version, found_id, found_bytes = about["version"], about["model_id"], about["record_bytes"]
-        except (ValueError, KeyError, TypeError):
-            raise ExportError(f"{path}: the header is damaged: export again") from None
-        if version != VERSION:
-            raise ExportError(f"{path}: states of version {version}, this software reads {VERSION}: export again")
-        if model_id is not None and found_id != model_id:
+        text = header[len(MAGIC) :].rstrip(b"\0")
+        about = read_json(_Header, text, path, ExportError, "export again", version=("version", VERSION))
+        if model_id is not None and about.model_id != model_id:
             raise ExportError(
-                f"{path}: states of model {found_id}, not of {model_id}: a new model makes all states worthless, "
+                f"{path}: states of model {about.model_id}, not of {model_id}: a new model makes all states worthless, "
                 "export again"
             )
-        if record_bytes is not None and found_bytes != record_bytes:
+        if record_bytes is not None and about.record_bytes != record_bytes:
             raise ExportError(
-                f"{path}: states of {found_bytes} bytes, this encoder's have {record_bytes}: export again"
+                f"{path}: states of {about.record_bytes} bytes, this encoder's have {record_bytes}: export again"
             )
-        return StateFile(path, found_id, found_bytes, writable)
+        return StateFile(path, about.model_id, about.record_bytes)
 
     def close(self) -> None:
-        """Write everything to disk and let go of the file."""
-        self.flush()
+        """Let go of the file."""
         self._mapped = np.zeros((0, self.slot_bytes), np.uint8)
 
     def __enter__(self) -> "StateFile":
@@ -109,7 +113,11 @@ class StateFile:
         """Add states at the end, (B, record_bytes) uint8, of :meth:`EncoderState.to_bytes`; their rows."""
         first = len(self)
         rows = np.arange(first, first + len(records))
-        self._check(records, len(rows))
+        if records.dtype != torch.uint8 or records.shape != (len(rows), self.record_bytes):
+            raise ValueError(
+                f"records must be uint8 of shape ({len(rows)}, {self.record_bytes}), "
+                f"not {records.dtype} of {tuple(records.shape)}"
+            )
         if len(rows):
             try:  # a full disk is an error here; written through the mapping it would end the process
                 with self.path.open("r+b") as file:
@@ -120,25 +128,21 @@ class StateFile:
             self._mapped = self._map()
         return rows
 
-    def put(self, rows: Sequence[int] | Ints | Tensor, records: Tensor) -> None:
-        chosen = self._rows(rows)
-        self._check(records, len(chosen))
-        self._mapped[chosen] = self._slots(records)
-
     def get(self, rows: Sequence[int] | Ints | Tensor) -> tuple[Tensor, Tensor]:
         """Records of rows in the order wanted: (B, record_bytes) uint8, and (B,) which of them are whole.
 
         A record that is not whole must not be used: it was torn while being written, or damaged.
         """
-        slots: Bytes = np.ascontiguousarray(self._mapped[self._rows(rows)])
+        chosen: Ints = np.asarray(rows, dtype=np.int64).reshape(-1)
+        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
+            raise ValueError(
+                f"{self.path}: rows must be 0 to {len(self) - 1}, not {chosen.min()} to {chosen.max()}: the users and "
+                "the states are not of one export"
+            )
+        slots: Bytes = np.ascontiguousarray(self._mapped[chosen])
         stored = np.ascontiguousarray(slots[:, self.record_bytes :]).view("<u4")[:, 0]
         valid = np.fromiter((_crc(slot) for slot in slots), np.uint32, len(slots)) == stored
         return torch.from_numpy(slots[:, : self.record_bytes].copy()), torch.from_numpy(valid)
-
-    def flush(self) -> None:
-        """Wait until everything is on disk."""
-        if self.writable and isinstance(self._mapped, np.memmap):
-            self._mapped.flush()
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
@@ -147,8 +151,7 @@ class StateFile:
         records = (self.path.stat().st_size - HEADER_BYTES) // self.slot_bytes
         if records <= 0:  # nothing can be mapped
             return np.zeros((0, self.slot_bytes), np.uint8)
-        mode: Literal["r+", "r"] = "r+" if self.writable else "r"
-        return np.memmap(self.path, np.uint8, mode, HEADER_BYTES, (records, self.slot_bytes))
+        return np.memmap(self.path, np.uint8, "r", HEADER_BYTES, (records, self.slot_bytes))
 
     def _slots(self, records: Tensor) -> Bytes:
         slots = np.zeros((len(records), self.slot_bytes), np.uint8)
@@ -157,24 +160,6 @@ class StateFile:
         trailers[:, 0] = [_crc(slot) for slot in slots]
         slots[:, self.record_bytes :] = trailers.view(np.uint8)
         return slots
-
-    def _rows(self, rows: Sequence[int] | Ints | Tensor) -> Ints:
-        chosen: Ints = np.asarray(rows, dtype=np.int64).reshape(-1)
-        if len(chosen) and not 0 <= chosen.min() <= chosen.max() < len(self):
-            raise ValueError(
-                f"{self.path}: rows must be 0 to {len(self) - 1}, not {chosen.min()} to {chosen.max()}: the users and "
-                "the states are not of one export"
-            )
-        return chosen
-
-    def _check(self, records: Tensor, rows: int) -> None:
-        if not self.writable:
-            raise ValueError(f"{self.path} was opened for reading: open it with writable=True")
-        if records.dtype != torch.uint8 or records.shape != (rows, self.record_bytes):
-            raise ValueError(
-                f"records must be uint8 of shape ({rows}, {self.record_bytes}), "
-                f"not {records.dtype} of {tuple(records.shape)}"
-            )
 
 
 def _crc(slot: Bytes) -> int:

@@ -10,15 +10,15 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from fuxi_torchrec import strict_yaml
-from fuxi_torchrec.artifacts import sync
+from fuxi_torchrec.artifacts import follow_umask
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.export.bundle import ENCODER, ITEM_TABLE, ITEMS, OTHER_ITEMS, TABLES, ExportError, FileEntry, scaled
 from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
 from fuxi_torchrec.export.parts import part_name
@@ -39,8 +39,8 @@ def write_tables(job: ExportJob) -> None:
                 file.truncate(size)
             state = detached(job.run.encoder).state_dict()
             save_file({name: value.contiguous() for name, value in state.items()}, job.directory / ENCODER)
-            sync(job.directory / ENCODER)
-            job.own_files += [TABLES, ENCODER]
+            follow_umask(job.directory / ENCODER)
+            job.wrote(ENCODER)
     dist.barrier()
     with raise_on_all_ranks("writing the tables"), path.open("r+b") as file:
         for part in _own_rows(job):
@@ -77,7 +77,7 @@ def model_id(job: ExportJob) -> str:
                 while block := file.read(2**22):
                     digest.update(block)
                     size, crc = size + len(block), zlib.crc32(block, crc)
-            job.read_files[name] = FileEntry(size, crc)
+            job.files[name] = FileEntry(size, crc)
         return digest.hexdigest()[:16]
 
     found = [run_on_rank_0(job.world, "reading the weights back", read)]  # all tables: that may take long
@@ -94,7 +94,7 @@ def write_items(job: ExportJob) -> int:
         dim = part.tensor.shape[1]
         ids = plain_ids(vocabulary.ids)
         schema = pa.schema({"item_id": ids.type, "index": pa.int32(), "embedding": pa.list_(pa.float32(), dim)})
-        with pq.ParquetWriter(job.directory / name, schema) as writer:
+        with parquet.Writer(job.directory / name, schema) as writer:
             for begin in range(0, len(part.tensor), _ITEM_ROWS):
                 rows = part.tensor[begin : begin + _ITEM_ROWS].detach()
                 index = np.arange(part.first_row + begin, part.first_row + begin + len(rows))
@@ -105,10 +105,9 @@ def write_items(job: ExportJob) -> int:
                     raise ExportError(f"{job.run.checkpoint}: the item table holds values that are not finite")
                 embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.numpy().reshape(-1)), dim)
                 columns = [ids.take(pa.array(index - 1)), pa.array(index, pa.int32()), embedding]
-                writer.write_table(pa.table(columns, schema=schema))
+                writer.write(pa.table(columns, schema=schema))
                 count += len(index)
-        sync(job.directory / name)
-        job.own_files.append(name)
+        job.wrote(name)
     return summed(count)
 
 
@@ -123,9 +122,8 @@ def write_other_items(job: ExportJob) -> None:
     ids = plain_ids(there.ids)
     known = plain_ids(job.run.vocabulary.ids).filter(pa.array(job.run.items.known[1:]))
     others = pc.and_(pa.array(there.counts > 0), pc.invert(pc.is_in(ids, value_set=known)))
-    pq.write_table(pa.table({"item_id": ids.filter(others)}), job.directory / OTHER_ITEMS)
-    sync(job.directory / OTHER_ITEMS)
-    job.own_files.append(OTHER_ITEMS)
+    parquet.write_table(job.directory / OTHER_ITEMS, pa.table({"item_id": ids.filter(others)}))
+    job.wrote(OTHER_ITEMS)
 
 
 def _safetensors_header(tables: dict[str, tuple[int, int]]) -> tuple[bytes, dict[str, int], int]:

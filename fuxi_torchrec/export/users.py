@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.distributed import raise_on_all_ranks
 from fuxi_torchrec.events.histories import Histories, Ints
@@ -107,12 +106,11 @@ class _Part:
         directory, number = self.job.directory, self.number
         if self.file is not None:
             self.file.close()
-            sync(self.file.path)
-            self.job.own_files.append(self.states_name)
+            self.job.wrote(self.states_name)
         users = Users.stack(self._users)
         write_users(directory / part_name(USERS, number), users)
         write_histories(directory / part_name(HISTORIES, number), users.ids, Histories.stack(self._histories))
-        self.job.own_files += [part_name(USERS, number), part_name(HISTORIES, number)]
+        self.job.wrote(part_name(USERS, number), part_name(HISTORIES, number))
         return users
 
 

@@ -43,7 +43,7 @@ class ItemIds:
             raise ExportError(f"{bundle.path / ITEMS}: indices must rise from 1, {bundle.manifest.items} of them")
         ids, others = pa.concat_arrays([combined(table["item_id"]) for table in tables]), None
         if bundle.manifest.log.drops_rare_items:
-            others = combined(read_table(bundle.path / OTHER_ITEMS, ["item_id"])["item_id"])
+            others = combined(read_table(bundle.file(OTHER_ITEMS), ["item_id"])["item_id"])
         return ItemIds(ids, index, others)
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ def feature_values(bundle: Bundle) -> dict[str, dict[str, int]]:
     for feature in bundle.manifest.features:
         name = f"{FEATURES}/{feature.name}.parquet"
         if name in bundle.manifest.files:
-            table = read_table(bundle.path / name, ["value", "index"])
+            table = read_table(bundle.file(name), ["value", "index"])
             found[feature.name] = dict(zip(table["value"].to_pylist(), table["index"].to_pylist(), strict=True))
     return found
 
@@ -153,7 +153,7 @@ def _approximate_index(bundle: Bundle) -> Any:
         logger.info("faiss is not installed: every item is scored, which is exact and slower on large catalogues")
         return None
     try:
-        index = faiss.read_index(str(bundle.path / INDEX))
+        index = faiss.read_index(str(bundle.file(INDEX)))
     except RuntimeError as error:
         raise ExportError(f"{bundle.path / INDEX}: not a readable FAISS index: {error}") from None
     if index.ntotal != bundle.manifest.items or index.d != bundle.manifest.dimension:

@@ -4,11 +4,9 @@ The manifest keeps a hash of each id and the time until which everything of the 
 begins a new history.
 """
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +14,6 @@ from numpy.typing import NDArray
 
 from fuxi_torchrec.events.histories import Histories
 from fuxi_torchrec.export.bundle import Manifest
-from fuxi_torchrec.serving.append_log import LogContent
 
 KEY = "forgotten"  # of the manifest's parent; exports before this was kept have none
 
@@ -39,23 +36,12 @@ class Forgotten:
         new = {name: max(until, self.until.get(name, 0)) for name in map(_hashed, users)}
         return Forgotten({**self.until, **new})
 
+    def until_of(self, users: Iterable[int | str]) -> dict[int | str, int]:
+        """Of those of users that were forgotten."""
+        return {user: self.until[name] for user in users if self.until and (name := _hashed(user)) in self.until}
+
     def counts(self, users: pa.Array, histories: Histories) -> NDArray[np.bool_]:
         """Which events, user after user, are not forgotten."""
-        if not self.until:
-            return np.ones(len(histories.times), bool)
-        until = np.array([self.until.get(_hashed(user), -1) for user in users.to_pylist()], np.int64)
-        return histories.times > np.repeat(until, histories.lengths)
-
-    def out_of(self, content: LogContent) -> LogContent:
-        """A log of another export without what this one forgot, and with a word of it."""
-        if not self.until:
-            return content
-        users = {event[0] for record in content.records for event in record.get("events", ())}
-        until = {user: self.until[name] for user in users if (name := _hashed(user)) in self.until}
-        gone, records = dict[Any, None](), []
-        for record in content.records:
-            events = record.get("events", [])
-            kept = [event for event in events if event[2] > until.get(event[0], -1)]
-            gone.update((event[0], None) for event in events if event[2] <= until.get(event[0], -1))
-            records.append({**record, "events": kept})
-        return dataclasses.replace(content, records=[{"forgotten": list(gone)}, *records]) if gone else content
+        ids = users.to_pylist()
+        until = self.until_of(ids)
+        return histories.times > np.repeat(np.array([until.get(user, -1) for user in ids], np.int64), histories.lengths)

@@ -92,16 +92,20 @@ class LiveUsers:
         row = self.stored_row(user)
         return int(self.stored.last_time[row]) if row is not None and self.stored.events[row] else 0
 
-    def accepted(self, events: Sequence[Event]) -> list[bool]:
-        """Which events are not older than their user's last one; needs the lock."""
-        last: dict[UserId, int] = {}
-        accepted = []
+    def accepted(self, events: Iterable[Event], before: dict[UserId, int]) -> tuple[list[bool], dict[UserId, int]]:
+        """Which events are not older than their user's last one, and the last times then; needs the lock.
+
+        Args:
+            before: last times of users with events that are yet to be added.
+        """
+        accepted, last = list[bool](), dict[UserId, int]()
         for event in events:
-            if event.user_id not in last:
-                last[event.user_id] = self.last_time(event.user_id)
-            accepted.append(event.timestamp >= last[event.user_id])
-            last[event.user_id] = max(last[event.user_id], event.timestamp)
-        return accepted
+            user = event.user_id
+            if user not in last:
+                last[user] = before[user] if user in before else self.last_time(user)
+            accepted.append(event.timestamp >= last[user])
+            last[user] = max(last[user], event.timestamp)
+        return accepted, last
 
     def add(self, event: Event, item: int) -> None:
         """An accepted event; needs the lock."""
@@ -226,10 +230,10 @@ class LiveUsers:
 def _feature_column(feature: Feature, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:
     """Values of a feature; 0 for what the export does not know, as events of an earlier export's log may have."""
     values = [(event.features or {}).get(feature.name) for event in events]
-    if known is not None:
-        return np.array([known.get(value, 0) if isinstance(value, str) else 0 for value in values], np.int64)
 
     def index(value: Any) -> int:
+        if known is not None:
+            return known.get(value, 0) if isinstance(value, str) else 0
         return value if isinstance(value, int) and 0 <= value < rows else 0
 
     if not feature.multiple:

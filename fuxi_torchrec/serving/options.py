@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fuxi_torchrec.options import check_least, option
+from fuxi_torchrec.export.options import Verify
+from fuxi_torchrec.options import check_bounds, option
 
 Search = Literal["index", "exact"]
-Verify = Literal["sizes", "checksums"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class RecommenderOptions:
     """How an export is opened."""
 
     log_dir: Path | None = option(None, "of appended events; the export's path and .log by default")
-    verify: Verify = option("sizes", "what of the export's files is checked; checksums reads each once")
+    verify: Verify = option("checksums", "what of the export's files is checked before they are first used")
     cache_mib: int = option(512, "memory for states of recent users; others are read or encoded again", least=0)
     search: Search = option("index", "use the export's FAISS index if it has one, or score every item")
     max_recent_events: int = option(
@@ -25,7 +25,7 @@ class RecommenderOptions:
     )
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -42,4 +42,4 @@ class Limits:
     max_waiting_events: int = option(100_000, "events that may wait with them, or users to forget", least=1)
 
     def __post_init__(self) -> None:
-        check_least(self)
+        check_bounds(self)

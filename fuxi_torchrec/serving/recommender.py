@@ -1,8 +1,9 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,14 @@ import numpy as np
 from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
+from fuxi_torchrec.export.options import Verify
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.serving.append_log import LOG_FILE, AppendLog, LogContent, about_of, read_log, with_old
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, feature_values
 from fuxi_torchrec.serving.encoding import UserModel
-from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.log_filter import LogFilter
-from fuxi_torchrec.serving.options import RecommenderOptions, Search, Verify
-from fuxi_torchrec.serving.replay import packed, replay
+from fuxi_torchrec.serving.options import RecommenderOptions, Search
+from fuxi_torchrec.serving.replay import replay
 from fuxi_torchrec.serving.requests import (
     Answer,
     Appended,
@@ -33,6 +33,7 @@ from fuxi_torchrec.serving.requests import (
     make_events,
     plain,
 )
+from fuxi_torchrec.serving.store import STORE_FILE, Content, Store, about_of, read_store
 from fuxi_torchrec.serving.stored import StoredUsers
 
 logger = get_logger(__name__)
@@ -40,15 +41,25 @@ logger = get_logger(__name__)
 _EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is queried
 
 
+@dataclass(eq=False)
+class _Waiting:
+    """Events of a caller, with dense indices of the items, until they are on disk or it is known why they are not."""
+
+    found: list[tuple[Event, int]]
+    accepted: list[bool] = field(default_factory=list)
+    error: BaseException | None = None
+    done: bool = False
+
+
 class Recommender:
-    """Answers for users of an export, of its append log, or of nobody.
+    """Answers for users of an export, of the events appended since, or of nobody.
 
     Made by :meth:`load`. All methods may be called from several threads: an answer rests on a prefix of each user's
     events, and an event is part of every answer that begins after :meth:`append` returned.
     """
 
     def __init__(
-        self, bundle: Bundle, log: AppendLog | None, content: LogContent | None, options: RecommenderOptions
+        self, bundle: Bundle, store: Store | None, content: Content | None, options: RecommenderOptions
     ) -> None:
         self.bundle, self.manifest = bundle, bundle.manifest
         self._model = UserModel(bundle)
@@ -60,9 +71,10 @@ class Recommender:
         self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         self.users = LiveUsers(self._model, StoredUsers(bundle, self._model), texts, options.cache_mib << 20)
         self.max_recent_events = options.max_recent_events
-        self._log = log
+        self._store = store
+        self._appending, self._waiting = threading.Lock(), deque[_Waiting]()
         if content is not None:
-            replay(content, bundle.manifest, self._catalogue, self.users, log)
+            replay(content, bundle.manifest, self._catalogue, self.users, store)
 
     @staticmethod
     def load(
@@ -88,34 +100,29 @@ class Recommender:
         path = Path(path).absolute()
         bundle = Bundle.open(path, verify)
         directory = Path(log_dir) if log_dir is not None else path.with_name(path.name + ".log")
-        log, content, about = None, None, about_of(bundle.manifest)
-        if not read_only:
-            log = AppendLog(directory, about)
-            content = log.content
-        elif (directory / LOG_FILE).exists():
-            content = read_log(directory)
+        store = None if read_only else Store(directory)
         try:
-            if content is not None:
-                if content.about != about:  # a log of this export has it behind it
-                    content = Forgotten.of(bundle.manifest).out_of(content)
-                if log is not None:
-                    log.content = content
-                content = with_old(directory, content, about)
+            content = None
+            if store is not None:
+                content = store.open(about_of(bundle.manifest))
+            elif (directory / STORE_FILE).exists():
+                content = read_store(directory)
             options = RecommenderOptions(directory, verify, cache_mib, search, max_recent_events)
-            recommender = Recommender(bundle, log, content, options)
+            recommender = Recommender(bundle, store, content, options)
             if warm_up:
                 recommender.warm_up()
         except BaseException:
-            if log is not None:
-                log.close()
+            if store is not None:
+                store.close()
             raise
         return recommender
 
     def close(self) -> None:
-        """Let go of the append log."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        """Let go of the store of appended events."""
+        with self._appending:
+            if self._store is not None:
+                self._store.close()
+                self._store = None
 
     def __enter__(self) -> "Recommender":
         return self
@@ -275,10 +282,10 @@ class Recommender:
         Args:
             checked: the callers have made sure that every event can be appended, and :meth:`select`-ed them.
         """
-        log, counts = self._writable(), list[Counter[str]]()
-        found = list[tuple[Counter[str], Event, int]]()
+        self._writable()
         if not checked:
             self._checks.events([event for group in groups for event in group])
+        counts, found = list[Counter[str]](), list[tuple[Counter[str], Event, int]]()
         for group in groups:
             selected = group if checked else self.select(group)
             count = Counter(filtered=len(group) - len(selected))
@@ -287,47 +294,73 @@ class Recommender:
             count["rare_items"], count["unknown_items"] = items.count(LEFT_OUT), items.count(UNKNOWN)
             pairs = zip(selected, items, strict=True)
             found += [(count, event, item) for event, item in pairs if item != LEFT_OUT]
-        crowded = set[UserId]()
-        with self.users.lock:
-            accepted = self.users.accepted([event for _, event, _ in found])
-            kept = [(event, item) for (_, event, item), ok in zip(found, accepted, strict=True) if ok]
-            if kept and self.users.recent_events + len(kept) > self.max_recent_events:
-                raise FullError(
-                    f"{self.users.recent_events:,} events since the export are in memory, and {len(kept):,} more pass "
-                    f"the limit of {self.max_recent_events:,}: nothing was appended. Refresh and restart on the new "
-                    "export, or give a higher --max-recent-events (max_recent_events) and more memory"
-                )
-            position = log.write({"events": [packed(event) for event, _ in kept]}) if kept else 0
-            for event, item in kept:
-                self.users.add(event, item)
-                if self.users.waiting(event.user_id) % _EAGER == 0:
-                    crowded.add(event.user_id)
-        log.sync(position)
+        mine, crowded = _Waiting([(event, item) for _, event, item in found]), set[UserId]()
+        self._waiting.append(mine)
+        with self._appending:  # who comes meanwhile waits, and is then written together
+            if not mine.done:
+                crowded = self._append_waiting()
+        if mine.error is not None:
+            raise mine.error
         if crowded:
             try:
                 self.users.states(self.users.snapshots(list(crowded)))
             except Exception:  # the events are on disk, and that is all that append promises
                 logger.exception("%d users could not be encoded; they are when they are queried", len(crowded))
-        for (count, *_), ok in zip(found, accepted, strict=True):
+        for (count, *_), ok in zip(found, mine.accepted, strict=True):
             count["accepted" if ok else "late"] += 1
         return [Appended(**count) for count in counts]
+
+    def _append_waiting(self) -> set[UserId]:
+        """Write the events of all who wait, in one commit; users of whom many events wait to be encoded."""
+        batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        kept, last, crowded = list[tuple[Event, int]](), dict[UserId, int](), set[UserId]()
+        try:
+            for one in batch:
+                with self.users.lock:
+                    one.accepted, after = self.users.accepted((event for event, _ in one.found), last)
+                new = [pair for pair, ok in zip(one.found, one.accepted, strict=True) if ok]
+                held = self.users.recent_events + len(kept)
+                if new and held + len(new) > self.max_recent_events:
+                    one.error = FullError(
+                        f"{held:,} events since the export are in memory, and {len(new):,} more pass the limit of "
+                        f"{self.max_recent_events:,}: nothing was appended. Refresh and restart on the new export, or "
+                        "give a higher --max-recent-events (max_recent_events) and more memory"
+                    )
+                else:
+                    kept += new
+                    last |= after
+            self._writable().append(event for event, _ in kept)
+        except BaseException as error:
+            for one in batch:
+                one.error = one.error or error
+        else:
+            with self.users.lock:
+                for event, item in kept:
+                    self.users.add(event, item)
+                    if self.users.waiting(event.user_id) % _EAGER == 0:
+                        crowded.add(event.user_id)
+        for one in batch:
+            one.done = True
+        return crowded
 
     def forget(self, user_ids: Sequence[UserId]) -> int:
         """Remove users: from now on they are unknown, here and on later exports. How many were known.
 
         The export itself is not changed: ``refresh --forget`` makes one without them.
         """
-        log = self._writable()
         user_ids = plain(user_ids)
         for user in user_ids:
             self._checks.user(user, "user id")
         wanted = list(dict.fromkeys(user_ids))
-        with self.users.lock:
-            known = sum(self.users.is_known(user) for user in wanted)
-            position = log.write({"forget": wanted}) if wanted else 0
-            for user in wanted:  # also who is unknown now: the next export may know the user
-                self.users.forget(user)
-        log.sync(position)
+        with self._appending:
+            store = self._writable()
+            with self.users.lock:
+                known = sum(self.users.is_known(user) for user in wanted)
+            if wanted:
+                store.forget(wanted)
+            with self.users.lock:
+                for user in wanted:  # also who is unknown now: the next export may know the user
+                    self.users.forget(user)
         return known
 
     # --- inspecting --------------------------------------------------------------------------------------------------
@@ -338,7 +371,7 @@ class Recommender:
 
     def info(self) -> dict[str, Any]:
         """Version and size of what is served; it waits for nobody, so the numbers may be of different moments."""
-        m, users = self.manifest, self.users
+        m, users, store = self.manifest, self.users, self._store
         return {
             "model_id": m.model_id,
             "as_of": m.as_of,
@@ -351,11 +384,11 @@ class Recommender:
             "forgotten_users": len(users.forgotten),
             "cached_states": users.cached,
             "damaged_states": users.stored.damaged,
-            "log_bytes": self._log.size if self._log is not None else 0,
-            "log_failed": self._log is not None and self._log.failed is not None,
+            "log_bytes": store.size if store is not None else 0,
+            "log_failed": store is not None and store.failed is not None,
         }
 
-    def _writable(self) -> AppendLog:
-        if self._log is None:
+    def _writable(self) -> Store:
+        if self._store is None:
             raise ValueError("this Recommender is closed or was loaded with read_only=True: nothing can be appended")
-        return self._log
+        return self._store

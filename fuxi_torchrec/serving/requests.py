@@ -145,11 +145,11 @@ class Checks:
             there = ", ".join(self._features) or "none"
             raise ValueError(f"event {n}: no feature {name!r}; there are {there}")
         rows = self.rows.get(name)
+        values = value if feature.multiple and isinstance(value, list | tuple) else [value]
         if rows is None:
-            if not isinstance(value, str):
+            if not all(isinstance(v, str) for v in values):
                 raise ValueError(f"event {n}: feature {name} must be text, as in the data, not {value!r}")
             return
-        values = value if feature.multiple and isinstance(value, list | tuple) else [value]
         if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < rows for v in values):
             raise ValueError(f"event {n}: feature {name} must be 0 to {rows - 1}, not {value!r}")
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
 from fuxi_torchrec.encoders.state import EncoderState, States
+from fuxi_torchrec.events import parquet
+from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.histories import Histories, Ints, bounds_of
 from fuxi_torchrec.export.bundle import HISTORIES, STATES, USERS, Bundle, ExportError
 from fuxi_torchrec.export.parts import NO_STATE, USER, histories_of, part_name, part_number, read_users
@@ -53,10 +54,10 @@ class StoredUsers:
         self._states, self._histories = list[StateFile | None](), list[_HistoryFile]()
         for path, part in zip(paths, parts, strict=True):
             number = part_number(path)
-            states = bundle.path / part_name(STATES, number, "bin")
             has_states = bool((part.state_row != NO_STATE).any())
             size = self.manifest.state_bytes - TRAILER_BYTES
-            self._states.append(StateFile.open(states, self.manifest.model_id, size) if has_states else None)
+            states = bundle.file(part_name(STATES, number, "bin")) if has_states else None
+            self._states.append(StateFile.open(states, self.manifest.model_id, size) if states else None)
             self._histories.append(_HistoryFile(bundle, number))
         self._decoded = lru_cache(_GROUPS)(lambda part, group: self._histories[part].read(group))
         self._lock = threading.Lock()
@@ -110,21 +111,22 @@ class _HistoryFile:
     """A part of histories/, a row group at a time."""
 
     def __init__(self, bundle: Bundle, number: int) -> None:
-        self.path, self._features = bundle.path / part_name(HISTORIES, number), bundle.manifest.features
+        self.path, self._features = bundle.file(part_name(HISTORIES, number)), bundle.manifest.features
+        self._columns = [USER, "item", "timestamp", *(feature.name for feature in self._features)]
         self._lock = threading.Lock()
         try:
-            self._file = pq.ParquetFile(self.path, memory_map=True)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise ExportError(f"{self.path}: cannot be read, the file is damaged: {error}") from None
+            self._file = parquet.open_file(self.path)
+            parquet.check_columns(self.path, self._file, self._columns)
+        except DataError as error:
+            raise ExportError(str(error)) from None
         meta = self._file.metadata
         self.first = bounds_of(np.array([meta.row_group(n).num_rows for n in range(meta.num_row_groups)], np.int64))
 
     def read(self, group: int) -> Histories:
-        columns = [USER, "item", "timestamp", *(feature.name for feature in self._features)]
         try:
             with self._lock:
-                table = self._file.read_row_group(group, columns=columns)
-        except (OSError, pa.ArrowInvalid) as error:
+                table = self._file.read_row_group(group, columns=self._columns)
+        except (OSError, pa.ArrowException, DataError) as error:
             raise ExportError(f"{self.path}: cannot be read, the file is damaged: {error}") from None
         return histories_of(table, self._features, str(self.path))
 

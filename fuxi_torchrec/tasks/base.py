@@ -13,27 +13,26 @@ Ints = NDArray[np.int64]
 
 
 class Events(Protocol):
-    """What a task sees of a micro-batch, on the host: T events of B sequences, one after another."""
+    """What a task sees of a micro-batch, on the host: T events of B sequences, one after another.
+
+    Attributes:
+        targets: (T,) the item after each event, 0 if it is unknown.
+        target_weights: (T,) float32, 0 where nothing is to be predicted.
+        timestamps: (T,) int64.
+        offsets: (B + 1,) int64.
+        users: (B,) rows of the users in the dataset.
+    """
 
     @property
-    def targets(self) -> Tensor:
-        """(T,) the item after each event, 0 if it is unknown."""
-
+    def targets(self) -> Tensor: ...
     @property
-    def target_weights(self) -> Tensor:
-        """(T,) float32, 0 where nothing is to be predicted."""
-
+    def target_weights(self) -> Tensor: ...
     @property
-    def timestamps(self) -> Tensor:
-        """(T,) int64."""
-
+    def timestamps(self) -> Tensor: ...
     @property
-    def offsets(self) -> Tensor:
-        """(B + 1,) int64."""
-
+    def offsets(self) -> Tensor: ...
     @property
-    def users(self) -> Tensor:
-        """(B,) rows of the users in the dataset."""
+    def users(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)

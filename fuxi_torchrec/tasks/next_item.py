@@ -1,13 +1,14 @@
 """The next item: a softmax over its score and those of candidates."""
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fuxi_torchrec.encoders.base import setting
+from fuxi_torchrec.options import check_bounds
 from fuxi_torchrec.tasks.base import Events, ItemSet, Metrics, TargetMaker, Targets, Task
 from fuxi_torchrec.tasks.rank_metrics import RankMetrics
 from fuxi_torchrec.tasks.samplers import SAMPLERS, Candidates, Draw, Sampler
@@ -25,24 +26,16 @@ Weighting = Literal["position", "user", "sqrt"]
 class LossConfig:
     """Softmax over the next item's score and those of negatives."""
 
-    negatives: Negatives = field(
-        default="shared",
-        metadata={"help": "one pool a step; per position; all items; or this rank's targets with logQ"},
+    negatives: Negatives = setting(
+        "shared", "one pool a step; per position; all items; or this rank's targets with logQ"
     )
-    num_negatives: int = field(default=1024, metadata={"help": "shared: of the pool; uniform: of each position"})
-    similarity: Literal["cosine", "dot"] = field(
-        default="cosine", metadata={"help": "of queries and items, over the temperature"}
-    )
-    temperature: float = field(default=0.05, metadata={"help": "divides the scores"})
-    weighting: Weighting = field(
-        default="position", metadata={"help": "a sequence of n targets weighs n, 1, or the root of n"}
-    )
+    num_negatives: int = setting(1024, "shared: of the pool; uniform: of each position", least=1)
+    similarity: Literal["cosine", "dot"] = setting("cosine", "of queries and items, over the temperature")
+    temperature: float = setting(0.05, "divides the scores", above=0)
+    weighting: Weighting = setting("position", "a sequence of n targets weighs n, 1, or the root of n")
 
     def __post_init__(self) -> None:
-        if not 0 < self.temperature < math.inf:
-            raise ValueError(f"temperature must be positive, not {self.temperature}")
-        if self.num_negatives < 1:
-            raise ValueError(f"num_negatives must be at least 1, not {self.num_negatives}")
+        check_bounds(self, named=str)
 
     @property
     def sampler(self) -> Sampler:

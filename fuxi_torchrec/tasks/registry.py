@@ -1,9 +1,10 @@
 """Tasks by the name that ``task.kind`` gives them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from fuxi_torchrec.encoders.base import setting
 from fuxi_torchrec.tasks.base import Task
 from fuxi_torchrec.tasks.next_item import LossConfig, NextItem
 
@@ -19,7 +20,7 @@ else:
 class TaskConfig:
     """What is learned."""
 
-    kind: TaskKind = field(default="next_item", metadata={"help": "what is predicted of a history"})
+    kind: TaskKind = setting("next_item", "what is predicted of a history")
 
 
 def make_task(config: TaskConfig, loss: LossConfig) -> Task:

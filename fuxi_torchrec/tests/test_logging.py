@@ -1,4 +1,5 @@
 import io
+import re
 
 import pytest
 
@@ -25,19 +26,19 @@ def said(monkeypatch, rank, world_size, level="info"):
     return stream.getvalue()
 
 
-def test_rank_zero_speaks_and_names_itself(monkeypatch):
-    text = said(monkeypatch, 0, 2)
-    assert "INFO rank 0/2 fuxi_torchrec.data.reader: read 3 files" in text
-    assert "details" not in text
+def test_rank_zero_speaks_in_short_lines(monkeypatch):
+    first, second = said(monkeypatch, 0, 2).splitlines()
+    assert re.fullmatch(r"\d\d-\d\d \d\d:\d\d:\d\d read 3 files", first)
+    assert second.endswith(" WARNING rank 0/2: slow disk")
 
 
 def test_other_ranks_only_warn(monkeypatch):
     text = said(monkeypatch, 1, 2)
     assert "read 3 files" not in text
-    assert "WARNING rank 1/2 fuxi_torchrec.data.reader: slow disk" in text
+    assert "WARNING rank 1/2: slow disk" in text
 
 
-def test_a_single_process_has_no_rank_in_its_lines(monkeypatch):
+def test_a_single_process_has_no_rank_in_its_lines_and_details_name_the_module(monkeypatch):
     text = said(monkeypatch, 0, 1, "debug")
     assert "INFO fuxi_torchrec.data.reader: read 3 files" in text
     assert "details" in text

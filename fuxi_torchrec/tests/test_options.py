@@ -10,7 +10,7 @@ import pytest
 from fuxi_torchrec.data.prepare import PrepareOptions
 from fuxi_torchrec.evaluation.options import EvaluateOptions, RunOptions
 from fuxi_torchrec.export.options import ExportOptions
-from fuxi_torchrec.options import add_options, check_least, option, options_from
+from fuxi_torchrec.options import add_options, check_bounds, option, options_from
 from fuxi_torchrec.serving.options import Limits, RecommenderOptions
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ class Options:
     inner: int = 3
 
     def __post_init__(self):
-        check_least(self)
+        check_bounds(self)
 
 
 def parsed(*arguments, schema=Options):

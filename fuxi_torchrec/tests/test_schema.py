@@ -1,9 +1,10 @@
+import json
 from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
 
-from fuxi_torchrec.schema import Record, read_json
+from fuxi_torchrec.schema import Record, read_json, sealed
 
 
 class BrokenFileError(Exception):
@@ -60,3 +61,23 @@ def test_anything_else_is_an_error_that_names_file_key_and_value_and_says_what_t
         read(text)
     message = str(caught.value)
     assert message.startswith("x.json: ") and told in message and message.endswith("; write it again")
+
+
+def test_a_sealed_file_is_refused_with_any_bit_of_its_content_flipped():
+    def read(text):
+        return read_json(Description, text, "x.json", BrokenFileError, "do", version=("version", 2), seal=True)
+
+    text = sealed({"kind": "a", "parts": {"p": {"size": 3}}, "rate": 0.25, "version": 2}).encode()
+    expected = Description("a", {"p": Part(3)}, 0.25)
+    assert read(text) == read(json.dumps(json.loads(text))) == expected
+    refused = 0
+    for bit in range(8 * len(text)):
+        damaged = bytearray(text)
+        damaged[bit // 8] ^= 1 << bit % 8
+        try:
+            assert read(bytes(damaged)) == expected  # a space that became a line feed
+        except BrokenFileError as error:
+            refused += str(error).startswith("x.json: ")
+    assert refused > 7 * len(text)
+    with pytest.raises(BrokenFileError, match="no 'checksum' in it"):
+        read('{"kind": "a", "version": 2}')

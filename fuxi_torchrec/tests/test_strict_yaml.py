@@ -99,6 +99,46 @@ def test_what_does_not_fit_is_named_with_file_line_key_and_value(tmp_path, text,
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: &a [*a]", "exp.yaml:1: not valid YAML: anchors and aliases"),
+        ("name: a\noptimizer: &a\n  lr: *a", "exp.yaml:2: not valid YAML: anchors and aliases"),
+        ("name:\n  " + "[" * 5000, "exp.yaml:2: not valid YAML: nested more than 20 deep"),
+        ("name: " + "{a: " * 5000, "exp.yaml:1: not valid YAML: nested more than 20 deep"),
+        ("name: a\nsteps: " + "1" * 5000, "exp.yaml:2: not valid YAML: a number of 5000 digits"),
+        ("periods:\n- 0x" + "f" * 5000, "exp.yaml:2: not valid YAML: a number of 5002 digits"),
+        (
+            "name: !!python/name:os.system",
+            "exp.yaml:1: not valid YAML: the tag tag:yaml.org,2002:python/name:os.system",
+        ),
+        ("name: a\nsteps: !!int x", "exp.yaml:2: not valid YAML: invalid literal for int()"),
+        ("steps: !!bool x", "exp.yaml:1: not valid YAML: "),
+        ("name: a\n? [a, b]\n: 3", "exp.yaml:2: a key is a word, not a list or a mapping"),
+        ("periods:\n- {[1]: 2}", "exp.yaml:2: not valid YAML: found unhashable key"),
+        ("name: a\n" * 100_000, "exp.yaml: more than 262144 characters"),
+        ("name: \x07", "exp.yaml: not valid YAML: "),
+    ],
+)
+def test_what_would_break_a_reader_of_yaml_is_refused_with_file_and_line(tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, text)
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("line", ["key{}: 1", "'{}': 1"])
+def test_of_very_many_problems_some_are_listed(tmp_path, line):
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, "\n".join(line.format(number) for number in range(15_000)))
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 21 and lines[-1] == "... and more"
+    with pytest.raises(ConfigError) as caught:
+        load_text(tmp_path, f"periods: [{', '.join(['x'] * 5000)}]")
+    assert len(str(caught.value).splitlines()) == 21
+    assert len(str(caught.value)) < 5000
+
+
 def test_every_problem_is_listed_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_text(tmp_path, "name: 3\nsteps: many\n")

@@ -1,5 +1,7 @@
 """What ends a training run."""
 
+from fuxi_torchrec.errors import FuxiError
 
-class TrainingError(RuntimeError):
+
+class TrainingError(FuxiError, RuntimeError):
     """Training cannot go on."""

@@ -6,7 +6,6 @@ benchmarks/RESULTS.md (``python -m benchmarks.planning``).
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -147,26 +146,17 @@ def _lookup_bytes(table: Table, bags: int, ranks: int) -> dict[str, int]:
     others = ranks - 1
     if not others:
         return {}
-    elements = bags * table.dim
+    one, all_others = FLOAT * bags * table.dim, FLOAT * bags * table.dim * others  # the rows, sent once or to everybody
     if table.sharding == "data_parallel":
         return {"gradients, all-reduce": _all_reduce(table.rows * table.dim, ranks)}
     if table.sharding == "row_wise":
         ids = INT * bags * others // ranks + INT * bags * others  # ids to their owners, lengths to everybody
-        return {
-            "ids, all-to-all": ids,
-            "rows, reduce-scatter": FLOAT * elements * others,
-            "rows' gradients, all-gather": FLOAT * elements * others,
-        }
-    if table.sharding == "table_wise":  # the owner
-        return {
-            "ids, all-to-all": 2 * INT * bags,
-            "rows, all-to-all": FLOAT * elements * others,
-            "rows' gradients, all-to-all": FLOAT * elements,
-        }
+        return {"ids, all-to-all": ids, "rows, reduce-scatter": all_others, "rows' gradients, all-gather": all_others}
+    owner = table.sharding == "table_wise"  # holds the whole table, and is the busiest
     return {
-        "ids, all-to-all": 2 * INT * bags * others,
-        "rows, all-to-all": FLOAT * elements * others // ranks,
-        "rows' gradients, all-to-all": FLOAT * elements * others // ranks,
+        "ids, all-to-all": 2 * INT * bags * (1 if owner else others),
+        "rows, all-to-all": all_others if owner else all_others // ranks,
+        "rows' gradients, all-to-all": one if owner else all_others // ranks,
     }
 
 
@@ -180,10 +170,8 @@ def changes_that_fit(
     for names in [*((name,) for name in options), *pairs]:
         if len(names) == 2 and any(len(known) == 1 for known in found):
             break
-        changed, machines = config, cluster
         try:
-            for name in names:
-                changed, machines = options[name](changed, machines)
+            changed, machines = _changed(config, cluster, {k: v for name in names for k, v in options[name].items()})
             tables = described_tables(changed, items, features)
             result = estimate(changed, tables, machines)
             estimate(changed, tables, machines, cap=True)  # TorchRec's own opinion
@@ -194,51 +182,43 @@ def changes_that_fit(
     return found
 
 
-_Step = Callable[[Config, Cluster], tuple[Config, Cluster]]
+def _changed(config: Config, cluster: Cluster, settings: dict[str, Any]) -> tuple[Config, Cluster]:
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, {})[name] = value
+    machines = dataclasses.replace(cluster, **sections.pop("", {}))
+    own = {section: dataclasses.replace(getattr(config, section), **values) for section, values in sections.items()}
+    return dataclasses.replace(config, **own), machines
 
 
-def _options(config: Config, cluster: Cluster) -> dict[str, _Step]:
-    """Changes worth a try, by what a person would type."""
-
-    def section(name: str, **values: Any) -> _Step:
-        def change(c: Config, m: Cluster) -> tuple[Config, Cluster]:
-            return dataclasses.replace(c, **{name: dataclasses.replace(getattr(c, name), **values)}), m
-
-        return change
-
-    def nodes(count: int) -> _Step:
-        def change(c: Config, m: Cluster) -> tuple[Config, Cluster]:
-            return c, dataclasses.replace(m, nodes=count)
-
-        return change
-
-    def adagrad(c: Config, m: Cluster) -> tuple[Config, Cluster]:
-        optimizer = dataclasses.replace(c.optimizer, kind="rowwise_adagrad", clip_norm=None)
-        batch = dataclasses.replace(c.batch, max_events_per_rank=None)
-        return dataclasses.replace(c, optimizer=optimizer, batch=batch), m
-
+def _options(config: Config, cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Changes worth a try, by what a person would type: settings of the configuration, or of the cluster."""
     batch, model = config.batch, config.model
-    found: dict[str, _Step] = {}
+    found: dict[str, dict[str, Any]] = {}
     if config.tables.sharding != "row_wise":
-        found["tables.sharding=row_wise"] = section("tables", sharding="row_wise")
+        found["tables.sharding=row_wise"] = {"tables.sharding": "row_wise"}
     if config.optimizer.kind == "adamw":
-        given = {"clip_norm": config.optimizer.clip_norm, "max_events_per_rank": batch.max_events_per_rank}
-        without = [name for name, value in given.items() if value is not None]
+        given = {
+            "optimizer.clip_norm": config.optimizer.clip_norm,
+            "batch.max_events_per_rank": batch.max_events_per_rank,
+        }
+        without = [key.partition(".")[2] for key, value in given.items() if value is not None]
         note = f" without {' and '.join(without)}" if without else ""
-        found[f"optimizer.kind=rowwise_adagrad{note}"] = adagrad
+        found[f"optimizer.kind=rowwise_adagrad{note}"] = {"optimizer.kind": "rowwise_adagrad"} | dict.fromkeys(given)
     if config.loss.sampler.grows:
-        found["loss.negatives=shared"] = section("loss", negatives="shared", num_negatives=1024)
+        found["loss.negatives=shared"] = {"loss.negatives": "shared", "loss.num_negatives": 1024}
     if config.validation.every_epochs is not None:
-        found["validation.every_epochs=null"] = section("validation", every_epochs=None)
+        found["validation.every_epochs=null"] = {"validation.every_epochs": None}
     if getattr(model, "activation_checkpointing", True) is False:  # an encoder that can, and does not
-        found["model.activation_checkpointing=true"] = section("model", activation_checkpointing=True)
+        found["model.activation_checkpointing=true"] = {"model.activation_checkpointing": True}
     if config.optimizer.kind == "adamw" and batch.max_events_per_rank is None:
-        found[f"batch.max_events_per_rank={batch.max_length}"] = section("batch", max_events_per_rank=batch.max_length)
+        found[f"batch.max_events_per_rank={batch.max_length}"] = {"batch.max_events_per_rank": batch.max_length}
     if batch.max_length >= 2048:
         half = batch.max_length // 2
-        found[f"batch.max_length={half}"] = section("batch", max_length=half)
+        found[f"batch.max_length={half}"] = {"batch.max_length": half}
     if model.dim % 32 == 0:
-        found[f"model.dim={model.dim // 2}"] = section("model", dim=model.dim // 2)
+        found[f"model.dim={model.dim // 2}"] = {"model.dim": model.dim // 2}
     for times in (2, 4, 8):
-        found[f"--nodes {cluster.nodes * times}"] = nodes(cluster.nodes * times)
+        found[f"--nodes {cluster.nodes * times}"] = {"nodes": cluster.nodes * times}
     return found

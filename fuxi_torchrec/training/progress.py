@@ -21,16 +21,10 @@ class ProgressLine:
         self._first: tuple[int, float] | None = None
         if sys.stderr.isatty():
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import MofNCompleteColumn, Progress, TextColumn
 
-            self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[about]}"),
-                TimeRemainingColumn(),
-                console=Console(stderr=True),
-            )
+            columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[about]}"))
+            self._bar = Progress(*columns, console=Console(stderr=True))
             self._task = self._bar.add_task("training", total=total, about="")
             self._bar.start()
 

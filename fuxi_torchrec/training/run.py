@@ -13,7 +13,7 @@ from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.loader import Loader
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, check_same, raise_on_all_ranks
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
-from fuxi_torchrec.embeddings.sharding import describe, initialise, plan_to_json, planned, shard
+from fuxi_torchrec.embeddings.sharding import describe, initialise, placements, plan_to_json, planned, shard
 from fuxi_torchrec.embeddings.tables import Tables
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint.info import LATEST, CheckpointError, Progress, named
@@ -35,7 +35,7 @@ def check_device(config: Config, world: World) -> None:
     if config.train.precision == "bfloat16" and not (
         world.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     ):
-        raise ValueError(
+        raise TrainingError(
             f"train.precision = bfloat16 needs a CUDA device that computes in it, this is {world.device}: take float32"
         )
 
@@ -93,7 +93,7 @@ class Run:
         model = SequenceModel(self.config, tables)
         sharded, plan = shard(model, tables, self.config.optimizer, self.world)
         initialise(sharded, self.config.tables.init_std, self.config.seed)
-        logger.info("sharding plan\n%s", describe(plan, tables))
+        logger.info("sharding plan\n%s", describe(placements(plan, tables)))
         with raise_on_all_ranks("writing the sharding plan"):
             if self.world.rank == 0:
                 write_atomically(self.directory.path / PLAN, plan_to_json(plan, tables, self.world.size))

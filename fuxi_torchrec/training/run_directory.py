@@ -9,12 +9,13 @@ from typing import Any, TextIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import lock, replace_file, write_atomically
 from fuxi_torchrec.config import Config, differences, load_config
+from fuxi_torchrec.errors import FuxiError
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
@@ -26,7 +27,7 @@ PEAKS = ("peak_memory_mb", "longest_pause_of_a_save")  # of the summary
 PREEMPTED = "preempted"  # a file: the job was preempted, and saved
 
 
-class RunError(RuntimeError):
+class RunError(FuxiError, RuntimeError):
     """A run directory that cannot be used as asked."""
 
 
@@ -119,15 +120,13 @@ class RunDirectory:
             }
         )
         with replace_file(self.path / ITEMS) as aside:
-            pq.write_table(table, aside)
+            parquet.write_table(aside, table)
 
     def read_items(self) -> KnownItems:
         try:
-            table = pq.read_table(self.path / ITEMS, columns=["count", "known"])
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(
-                f"{self.path / ITEMS}: not readable: {error}: put a copy in its place, or take another --run-dir"
-            ) from None
+            table = parquet.read_table(self.path / ITEMS, ["count", "known"])
+        except DataError as error:
+            raise DataError(f"{error}; put a copy in its place, or take another --run-dir") from None
         known = np.concatenate([[False], table["known"].to_numpy(zero_copy_only=False)])
         return KnownItems(known.astype(bool), np.concatenate([[0], table["count"].to_numpy()]).astype(np.int64))
 
@@ -154,7 +153,7 @@ class RunDirectory:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")

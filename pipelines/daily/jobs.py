@@ -2,9 +2,10 @@
 
 import contextlib
 import json
+import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,30 +14,30 @@ from torchx.runner import config as torchx_config
 from torchx.schedulers.local_scheduler import SignalException
 from torchx.specs import AppState, AppStatus
 
-from fuxi_torchrec.artifacts import is_locked
+from fuxi_torchrec.processes import supervised
 from pipelines import components
 from pipelines.daily.config import JobsConfig
-from pipelines.daily.state import STATE, DailyError, StageError
+from pipelines.daily.state import JOB_LOCK, STATE, DailyError, StageError
 
 LOCAL = ("local_cwd", "local")
 _TAIL = 12
 _PATIENCE = 10  # polls of a scheduler that does not answer, or has nothing to say
-_GRACE_SECONDS = 120.0  # for a cancelled job to save and leave
 
 
 @dataclass(frozen=True)
 class Job:
-    """A stage of a day as a command, on a group of ranks by torchrun or as one process.
-
-    ``lock`` is a file that the job locks while it works, where it has an output that only one may write.
-    """
+    """A stage of a day as a command, on a group of ranks by torchrun or as one process."""
 
     day: str
     stage: str
     module: str
     arguments: tuple[str, ...]
     grouped: bool = True
-    lock: Path | None = None
+
+    def command(self, processes: str) -> str:
+        """As a person would type it."""
+        start = f"torchx run dist.ddp -j {processes} -m {self.module} --"
+        return f"{start if self.grouped else f'python -m {self.module}'} {shlex.join(self.arguments)}"
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,20 @@ class TorchXJobs:
 
     def _app(self, job: Job) -> Any:
         config = self.config
-        env = dict(config.environment)
-        if self.scheduler in LOCAL:
-            env["PATH"] = str(Path(sys.executable).parent)  # TorchX puts it before the rest
         common: dict[str, Any] = {name: getattr(config, name) for name in ("image", "cpu", "mem_mb", "host")}
-        common |= {"module": job.module, "env": env}
+        common |= {"module": job.module, "env": dict(config.environment)}
         common["mounts"] = [part for mount in config.mounts for part in mount.split(",")] or None
         name = f"daily-{job.stage}-{job.day}"
-        if not job.grouped:
-            return components.single(*job.arguments, name=name, **common)
-        common |= {key: getattr(config, key) for key in ("gpu", "threads", "restarts")}
-        return components.group(*job.arguments, name=f"daily/{name}", j=config.processes, **common)
+        if job.grouped:
+            common |= {key: getattr(config, key) for key in ("gpu", "threads", "restarts")}
+            app = components.group(*job.arguments, name=f"daily/{name}", j=config.processes, **common)
+        else:
+            app = components.single(*job.arguments, name=name, **common)
+        if self.scheduler in LOCAL:  # a cluster's job goes on without the pipeline, one here ends with it
+            for role in app.roles:
+                role.env["PATH"] = str(Path(sys.executable).parent)  # TorchX puts it before the rest
+                role.entrypoint, *role.args = supervised([role.entrypoint, *role.args], self.root / JOB_LOCK)
+        return app
 
     def _options(self) -> dict[str, Any]:
         """Of the scheduler: the config's, then those of .torchxconfig."""
@@ -94,61 +98,29 @@ class TorchXJobs:
         with _as_stage_error(f"{job.stage}: {self.scheduler} did not take the job", "mend it, and run again"):
             return str(self.runner.schedule(request))
 
-    def follow(self, job: Job, handle: str) -> Ended:
-        """Wait for its end; cancelled if it takes too long."""
-        return self._poll(lambda: self._ended(handle), self.config.timeout_minutes * 60) or self._cancel(job, handle)
-
-    def _ended(self, handle: str) -> Ended | None:
-        status = self._status(handle)
+    def follow(self, handle: str) -> Ended:
+        """Wait for its end; how long a job may take is for the scheduler to say."""
+        while (status := self._status(handle)) is not None and not status.is_terminal():
+            time.sleep(self.config.poll_seconds)
         if status is None:
             return Ended(f"{self.scheduler} does not know {handle} any more")
-        if not status.is_terminal():
-            return None
         place = status.ui_url.removeprefix("file://") if status.ui_url else f"torchx log {handle}"
         name = status.state.name
         message = "" if name == "SUCCEEDED" else _error(status) or _tail(Path(place)) or f"ended as {name}"
         return Ended(message, place, cancelled=name == "CANCELLED")
 
-    def _cancel(self, job: Job, handle: str) -> Ended:
-        """Stop a job that takes too long; workers outlive torchrun for a while, and nothing may begin beside them."""
-        late = f"cancelled after {self.config.timeout_minutes:g} minutes (jobs.timeout_minutes)"
-        try:
-            self.runner.cancel(handle)
-        except SignalException:
-            raise
-        except Exception as error:
-            late = f"{late}, but {self.scheduler} says {error!r}"
-        if self._poll(lambda: not self._alive(job, handle), _GRACE_SECONDS):
-            return Ended(late, cancelled=True)
-        raise DailyError(f"{job.stage} was {late} and still runs: {self._alive(job, handle)}; stop it, and run again")
-
-    def wait_for_earlier(self, job: Job, handle: str | None) -> bool:
-        """Wait for a job that an earlier pipeline started, on this machine or a cluster; whether there was one."""
-        alive = self._alive(job, handle)
-        if not alive:
-            return False
-        print(f"  {job.stage} of day {job.day} still runs: {alive}; waiting for it", flush=True)
-        if not self._poll(lambda: not self._alive(job, handle), self.config.timeout_minutes * 60):
-            raise DailyError(
-                f"day {job.day}: {job.stage} of an earlier pipeline still runs after "
-                f"{self.config.timeout_minutes:g} minutes: {alive}; stop it, and run again"
-            )
-        return True
-
-    def _alive(self, job: Job, handle: str | None) -> str:
-        """What of a job still runs, in words; nothing if nothing does. Another pipeline's local one has a lock."""
-        status = self._status(handle) if handle is not None else None
-        for _ in range(_PATIENCE):
-            # Slurm says it of a job without a row in its accounting; Kubernetes of one that it has not looked at yet.
-            if status is None or status.state.name != "UNKNOWN" or not str(handle).startswith("slurm:"):
-                break
+    def wait_for_earlier(self, handle: str) -> None:
+        """Wait for a job on a cluster that an earlier pipeline started; one on this machine has ended with it."""
+        polls = unknown = 0
+        while (status := self._status(handle)) is not None and not status.is_terminal():
+            # Slurm says it of a job without a row in its accounting; Kubernetes of one that it has not looked at yet
+            unknown = unknown + 1 if status.state.name == "UNKNOWN" and handle.startswith("slurm:") else 0
+            if unknown == _PATIENCE:
+                return  # forgotten
+            if polls == 0:
+                print(f"  {handle} still runs; waiting for it", flush=True)
+            polls += 1
             time.sleep(self.config.poll_seconds)
-            status = self._status(str(handle))
-        else:
-            status = None  # forgotten
-        if status is not None and not status.is_terminal():
-            return str(handle)
-        return f"{job.lock} is locked" if job.lock is not None and is_locked(job.lock) else ""
 
     def _status(self, handle: str) -> Any:
         """Of a job, None if there is none; a scheduler that does not answer is queried again."""
@@ -168,15 +140,6 @@ class TorchXJobs:
             f"{self.scheduler} does not say how {handle} is: {problem}; it may still run. Run again to go on with it; "
             f"if it surely does not run, set this job to null in {self.root / STATE} first"
         )
-
-    def _poll(self, look: Callable[[], Any], seconds: float) -> Any:
-        """What is looked for as soon as it is there; None when the time is up."""
-        deadline = time.monotonic() + seconds
-        while not (found := look()):
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(self.config.poll_seconds)
-        return found
 
 
 @contextlib.contextmanager

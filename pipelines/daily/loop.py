@@ -1,18 +1,18 @@
 """A day's stages, one after another: what each needs, whether it is complete, what to do when it fails."""
 
-import json
 import os
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fuxi_torchrec.data.dataset import Dataset
+from fuxi_torchrec.events.errors import DataError
 from pipelines.daily.config import DAY, DailyConfig
-from pipelines.daily.gate import judge
 from pipelines.daily.jobs import Job, TorchXJobs
 from pipelines.daily.logs import Logs, check_names, order
-from pipelines.daily.stages import WITHOUT_JOB, Stages
-from pipelines.daily.state import DailyError, Day, Layout, Release, Releases, StageError, State
+from pipelines.daily.stages import WITHOUT_JOB, Stages, judge
+from pipelines.daily.state import DailyError, Day, Evaluation, Layout, Release, Releases, StageError, State
 
 FAILED, REJECTED = 1, 3  # 2 is argparse's
 
@@ -33,28 +33,33 @@ class Daily:
 
     # --- which days --------------------------------------------------------------------------------------------------
 
+    def standings(self) -> dict[str, str]:
+        """Every day's status, in order; what is published is known by the pointer, also after a kill."""
+        line, ever = self.releases.line(), self.releases.ever()
+        found = {}
+        for day in sorted({*self.state.days, *ever, *self.logs.days()}, key=order):
+            record = self.state.look(day)
+            moved = "published" if day in line else "rolled back" if day in ever else None
+            found[day] = "skipped" if record.skipped else moved or record.status
+        return found
+
     def pending(self) -> list[str]:
         """Days to do, in order: those after the last that was published or rejected, and those begun anew."""
-        done = [day for day, record in self.state.days.items() if record.status in ("published", "rejected")]
-        last = max([*done, *self.releases.ever()], key=order, default=None)
-        first, current = self.config.logs.first_day, self.releases.current()
+        standings, current, first = self.standings(), self.releases.current(), self.config.logs.first_day
+        done = [day for day, status in standings.items() if status in ("published", "rolled back", "rejected")]
 
         def is_due(day: str) -> bool:
-            status = self.state.look(day).status
-            if status == "skipped" or (first is not None and order(day) < order(first)):
+            if first is not None and order(day) < order(first):
                 return False
-            if status in ("running", "failed"):  # redone after a rollback, perhaps before days that were rolled back
+            if standings[day] in ("running", "failed"):  # redone, perhaps before days that were rolled back
                 return current is None or order(day) > order(current.day)
-            return last is None or order(day) > order(last)
+            return standings[day] == "waiting" and (not done or order(day) > order(done[-1]))
 
         return [day for day in self.logs.days() if is_due(day)]
 
-    def counted(self) -> list[str]:
-        """Days whose logs count, in order."""
-        return [day for day in self.logs.days() if self.state.look(day).status != "skipped"]
-
     def days_until(self, day: str, after: str | None = None) -> list[str]:
-        days = [each for each in self.counted() if order(each) <= order(day)]
+        """Days whose logs count, in order."""
+        days = [each for each in self.logs.days() if not self.state.look(each).skipped and order(each) <= order(day)]
         return [each for each in days if after is None or order(each) > order(after)]
 
     def planned(self, day: str) -> Day:
@@ -65,18 +70,13 @@ class Daily:
         trains = len(self.days_until(day, current.trained)) >= self.config.train.every_days
         return Day(base=current.day, kind="train" if trains else "refresh")
 
-    def note_published(self) -> None:
-        """A pipeline that was killed just after it moved the pointer did not write down that it has."""
-        for day in self.releases.ever():
-            record = self.state.days.setdefault(day, Day())
-            if record.status not in ("published", "skipped"):
-                record.metrics = self.releases.read(day).metrics
-                self.state.end(day, "publish", "finished")
-                self.state.close(day, "published", record.reason or "")
+    def check_names(self) -> None:
+        """Refuse to do anything as long as something that is no day lies among the logs."""
+        check_names([day for day in self.logs.days() if not self.state.look(day).skipped])
 
     def check_due(self, day: str) -> None:
-        """Refuse a day without a log, or before the one that is published; and all days if one is none."""
-        check_names(self.counted())
+        """Refuse a day without a log, or before the one that is published."""
+        self.check_names()
         if day not in self.logs.days():
             raise DailyError(f"no log at {self.config.logs.path.replace(DAY, day)}")
         current = self.releases.current()
@@ -96,23 +96,28 @@ class Daily:
 
     def run_day(self, day: str) -> int:
         """One day, from where it stopped; the exit code."""
-        record, begun = self.state.look(day), False
+        begun = False
         try:
-            if record.status == "published" and day not in self.releases.line():
+            status = self.standings().get(day)
+            if status == "rolled back":
                 raise DailyError(f"it was rolled back: --rollback {day} publishes it again, --redo {day} makes it anew")
-            if record.status in ("published", "rejected", "skipped"):
-                print(f"day {day} is {record.status}{f': {record.reason}' if record.reason else ''}")
-                return REJECTED if record.status == "rejected" else 0
+            if status in ("published", "rejected", "skipped"):
+                print(f"day {day} is {status}: {self.state.look(day).reason or 'nothing to do'}")
+                return REJECTED if status == "rejected" else 0
             self.check_due(day)  # it may not even be a day: only from here on a failure is written down
             begun = True
             record = self._begin(day)
-            print(f"day {day}: {record.kind}, from {f'day {record.base}' if record.base else 'nothing'}", flush=True)
             stages = self.stages.of(record)
             for stage in stages:
                 if stage not in WITHOUT_JOB:  # a wrong setting of the last one shows before the first
                     self.jobs.request(self.stages.job(stage, day, record))
+            in_this_process = {"gate": self._gate, "publish": self._publish}
             for stage in stages:
-                self._run_stage(stage, day, record)
+                try:
+                    in_this_process[stage](day, record) if stage in WITHOUT_JOB else self._run_job(stage, day, record)
+                except StageError as error:
+                    self.state.end(day, stage, "failed", str(error))
+                    raise
         except RejectedError as error:
             self.state.close(day, "rejected", str(error))
             print(f"day {day}: rejected: {error}; {self._standing()}", flush=True)
@@ -132,7 +137,7 @@ class Daily:
         """What the day starts from: what is published; a day on its way must have started from the same."""
         record, planned = self.state.days.setdefault(day, Day()), self.planned(day)
         if record.base != planned.base:
-            if self.layout.data(day).exists() or self.layout.export(day).exists():
+            if self.layout.of("data", day).exists() or self.layout.of("exports", day).exists():
                 raise DailyError(
                     f"it was begun from {record.base or 'nothing'}, now {planned.base or 'nothing'} is published: "
                     f"--redo {day} begins it anew"
@@ -141,31 +146,20 @@ class Daily:
         if not record.stages:
             record.base, record.kind = planned.base, planned.kind
         self.state.close(day, "running", None)
+        print(f"day {day}: {record.kind}, from {f'day {record.base}' if record.base else 'nothing'}", flush=True)
         return record
-
-    def _run_stage(self, stage: str, day: str, record: Day) -> None:
-        try:
-            if stage == "gate":
-                self._gate(day, record)
-            elif stage == "publish":
-                self._publish(day, record)
-            else:
-                self._run_job(stage, day, record)
-        except StageError as error:
-            self.state.end(day, stage, "failed", str(error))
-            raise
 
     def _run_job(self, stage: str, day: str, record: Day) -> None:
         """A stage that is a job, unless it is done."""
         job, noted = self.stages.job(stage, day, record), record.stages.get(stage)
-        if noted is not None and noted.status == "running" and self.jobs.wait_for_earlier(job, noted.job):
-            print(f"  {stage}: the job of the pipeline before has ended", flush=True)
-        if self.stages.is_complete(stage, day):
+        if noted is not None and noted.status == "running" and noted.job is not None:
+            self.jobs.wait_for_earlier(noted.job)
+        if not self.stages.is_complete(stage, day):
+            self._launch(job, record)
+        else:
             if noted is None or noted.status != "finished":
                 self.state.end(day, stage, "finished")
             print(f"  {stage}: done", flush=True)
-        else:
-            self._launch(job, record)
         if stage == "prepare":
             self._check_new_events(day, record)
 
@@ -173,22 +167,19 @@ class Daily:
         stage, day, links = job.stage, job.day, {}
         if stage in ("prepare", "refresh"):
             days = self.days_until(day, record.base if stage == "refresh" else None)
-            links = self.logs.link(days, self.layout.inputs(day))
-        preempted = self.layout.run(day) / "preempted"
+            links = self.logs.link(days, self.layout.of("inputs", day))
+        preempted = self.layout.of("runs", day) / "preempted"
         for _ in range(1 + self.config.jobs.relaunches):
             noted = self.state.start(day, stage)
             preempted.unlink(missing_ok=True)  # of the launch before: this one has to write its own
-            print(f"  {stage}: {self.stages.shown(job)}", flush=True)
+            print(f"  {stage}: {job.command(self.config.jobs.processes)}", flush=True)
             noted.job = self.jobs.submit(job)
             self.state.save()
-            ended = self.jobs.follow(job, noted.job)
+            ended = self.jobs.follow(noted.job)
             noted.logs = ended.logs
-            if not self.stages.is_complete(stage, day):
-                # a worker may hold the lock a little longer; or another job, started just before a kill, has it
-                self.jobs.wait_for_earlier(job, noted.job)
             if self.stages.is_complete(stage, day):
                 self.state.end(day, stage, "finished")
-                print(f"  {stage}: {noted.seconds:.0f} s", flush=True)
+                print(f"  {stage}: {noted.took()}", flush=True)
                 return
             # torchrun ends with an error when it is preempted, and Slurm calls a preempted job failed
             if stage != "train" or ended.cancelled or not preempted.exists():
@@ -203,9 +194,9 @@ class Daily:
         new, wanted = self._events(day), self.config.logs.min_new_events
         if record.base is not None:
             base = self.releases.read(record.base).trained
-            before, now = ({os.readlink(link) for link in self.layout.inputs(each).glob("*")} for each in (base, day))
-            skipped = [each for each, other in self.state.days.items() if other.status == "skipped"]
-            if before - now and before - now <= {str(file) for each in skipped for file in self.logs.files(each)}:
+            skipped = [each for each, other in self.state.days.items() if other.skipped]
+            left_out = {str(file) for each in skipped for file in self.logs.files(each)}
+            if left_out.intersection(os.readlink(link) for link in self.layout.of("inputs", base).glob("*")):
                 print(f"  prepare: logs of the dataset of day {base} are left out now: new events are not counted")
                 return
             new -= self._events(base)
@@ -216,62 +207,58 @@ class Daily:
             )
 
     def _events(self, day: str) -> int:
-        return int(json.loads((self.layout.data(day) / "dataset.json").read_text())["events"])
+        try:
+            return Dataset.open(self.layout.of("data", day)).info.events
+        except DataError as error:
+            raise StageError(str(error)) from None
 
     def _gate(self, day: str, record: Day) -> None:
         self.state.start(day, "gate")
-        new = json.loads(self.stages.evaluation("evaluate", day).read_text())
-        record.metrics = {key: value for key, value in new.items() if key != "baselines"}
-        old = self.releases.read(record.base).metrics if record.base is not None else None
+        record.evaluation = Evaluation.read(self.stages.evaluation("evaluate", day))
+        old = self.releases.read(record.base).evaluation if record.base is not None else None
         if old is not None and self.config.gate.against == "same_data":
-            old = json.loads(self.stages.evaluation("compare", day).read_text())
-        publish, record.reason = judge(self.config.gate, new, old, record.base)
+            old = Evaluation.read(self.stages.evaluation("compare", day))
+        publish, record.reason = judge(self.config.gate, record.evaluation, old, record.base)
         self.state.end(day, "gate", "finished", record.reason)
         print(f"  gate: {record.reason}", flush=True)
         if not publish:
             raise RejectedError(record.reason)
 
     def _publish(self, day: str, record: Day) -> None:
-        trained, metrics = day, record.metrics or {}
+        trained, evaluation = day, record.evaluation
         if record.kind == "refresh" and record.base is not None:
             base = self.releases.read(record.base)
-            trained, metrics = base.trained, base.metrics
+            trained, evaluation = base.trained, base.evaluation
+        assert evaluation is not None  # of the gate
         self.state.start(day, "publish")
-        self.releases.publish(Release(day, trained, metrics, record.base))
+        self.releases.publish(Release(day, trained, evaluation, record.base))
         self.state.end(day, "publish", "finished")
         self.state.close(day, "published", record.reason or f"the model of day {trained} with new events")
         print(f"day {day}: published: {self.releases.pointer}/export", flush=True)
 
     # --- what people do ----------------------------------------------------------------------------------------------
 
-    def skip(self, day: str) -> None:
-        """Leave a day's log out of every later dataset."""
-        if day not in self.logs.days() and day not in self.state.days:
-            raise DailyError(f"there is no day {day}; there are {', '.join(self.logs.days()) or 'none'}")
-        if day in self.releases.line():
+    def skip(self, day: str, skipped: bool = True) -> None:
+        """Leave a day's log out of every later dataset, or take it in again; the day is then what it was before."""
+        standings = self.standings()
+        if day not in standings:
+            raise DailyError(f"there is no day {day}; there are {', '.join(standings) or 'none'}")
+        if skipped and standings[day] == "published":
             raise DailyError(f"day {day} is published: roll back to a day before it first")
-        record = self.state.days.setdefault(day, Day())
-        if record.status != "skipped":
-            record.before_skip = (record.status, record.reason)
-        self.state.close(day, "skipped", "left out by --skip")
-        print(f"day {day}: skipped; later datasets leave its log out, --unskip {day} takes it in again")
-
-    def unskip(self, day: str) -> None:
-        """Take a skipped day's log in again; the day is then what it was before."""
-        skipped = sorted((each for each, record in self.state.days.items() if record.status == "skipped"), key=order)
-        if day not in skipped:
-            raise DailyError(f"day {day} is not skipped; skipped are: {', '.join(skipped) or 'none'}")
-        status, reason = self.state.days[day].before_skip or ("waiting", None)
-        self.state.days[day].before_skip = None
-        self.state.close(day, status, reason)
-        print(f"day {day}: not skipped any more; later datasets have its log")
+        if not skipped and standings[day] != "skipped":
+            known = [each for each, status in standings.items() if status == "skipped"]
+            raise DailyError(f"day {day} is not skipped; skipped are: {', '.join(known) or 'none'}")
+        self.state.days.setdefault(day, Day()).skipped = skipped
+        self.state.save()
+        undo = f"leave its log out, --unskip {day} takes it in again" if skipped else "have its log again"
+        print(f"day {day}: later datasets {undo}")
 
     def forget(self, day: str) -> None:
         """Remove what a day that is not published has made, so that it begins anew."""
         self.check_due(day)
-        for stage, noted in self.state.look(day).stages.items():
-            if noted.status == "running":  # a job that outlived its pipeline must not write into the new beginning
-                self.jobs.wait_for_earlier(Job(day, stage, "", (), lock=self.stages.lock(stage, day)), noted.job)
+        for noted in self.state.look(day).stages.values():
+            if noted.status == "running" and noted.job is not None:  # it must not write into the new beginning
+                self.jobs.wait_for_earlier(noted.job)
         self.releases.forget(day)
         self.state.days.pop(day, None)
         self.state.save()

@@ -11,23 +11,23 @@ ROOT/published       link to a release; moved in one step
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from fuxi_torchrec.artifacts import lock, sync, write_atomically
+from fuxi_torchrec.schema import Record, read_json
 
-VERSION = 1
-STATE, LOCK, RELEASE = "state.json", ".lock", "release.json"
-ROLLED_BACK = "rolled_back"  # beside release.json: when the pointer left the day for another
+VERSION = 2
+STATE, LOCK, JOB_LOCK, RELEASE = "state.json", ".lock", ".job.lock", "release.json"
+LEFT = "left"  # beside release.json: when the pointer left the day for another
 
-DayStatus = Literal["waiting", "running", "failed", "rejected", "published", "skipped"]
+DayStatus = Literal["waiting", "running", "failed", "rejected", "published"]
 StageStatus = Literal["running", "failed", "finished"]
 
 
@@ -65,79 +65,81 @@ class Layout:
 
     root: Path
 
-    def inputs(self, day: str) -> Path:
-        return self._of("inputs", day)
-
-    def data(self, day: str) -> Path:
-        return self._of("data", day)
-
-    def run(self, day: str) -> Path:
-        return self._of("runs", day)
-
-    def export(self, day: str) -> Path:
-        return self._of("exports", day)
-
-    def release(self, day: str) -> Path:
-        return self._of("releases", day)
-
-    def _of(self, kind: str, day: str) -> Path:
+    def of(self, kind: Literal["inputs", "data", "runs", "exports", "releases"], day: str) -> Path:
         if day in ("", ".", "..") or "/" in day:
             raise DailyError(f"{day!r} cannot be a day's name")  # it would lead elsewhere
         return self.root / kind / day
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What the pipeline reads and keeps of an evaluation: metrics by request time, and what they are of."""
+
+    split: str
+    filter_seen: bool
+    checkpoint: str
+    step: int
+    dataset: str
+    users: int
+    last: dict[str, Any] = field(default_factory=dict)
+    target: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def read(path: Path) -> "Evaluation":
+        return read_json(Evaluation, path.read_bytes(), path, StageError, "remove it, and run again: it is made anew")
+
+
 @dataclass
-class Stage:
+class Stage(Record):
     """One stage of a day."""
 
     status: StageStatus = "running"
     attempts: int = 0
     started: str | None = None
     finished: str | None = None
-    seconds: float | None = None
     job: str | None = None  # TorchX's handle
     logs: str | None = None
     message: str | None = None
 
+    def took(self) -> str:
+        if self.started is None or self.finished is None:
+            return "done"
+        return f"{(datetime.fromisoformat(self.finished) - datetime.fromisoformat(self.started)).total_seconds():.0f} s"
+
 
 @dataclass
-class Day:
+class Day(Record):
     """One day: what it began from, what was done, how it ended."""
 
-    status: DayStatus = "waiting"
+    status: DayStatus = "waiting"  # whether it is published now is for the releases to say
     kind: Literal["train", "refresh"] = "train"  # a new model, or the published one with new events
     base: str | None = None  # the day that was published when this one began
     stages: dict[str, Stage] = field(default_factory=dict)
-    metrics: dict[str, Any] | None = None
+    evaluation: Evaluation | None = None
     reason: str | None = None  # why it failed, was rejected or was published
-    before_skip: tuple[DayStatus, str | None] | None = None  # status and reason of a day that is skipped now
+    skipped: bool = False  # its log is left out
+
+
+@dataclass
+class _StateFile(Record):
+    version: int
+    days: dict[str, Day]
 
 
 class State:
     """Every day's stages, in a file that is whole at any moment."""
 
     def __init__(self, root: Path) -> None:
-        self.path = root / STATE
-        self.days: dict[str, Day] = {}
-        if not self.path.exists():
-            return
-        try:
-            plain = json.loads(self.path.read_text())
-            if plain["version"] != VERSION:
-                raise DailyError(f"{self.path}: version {plain['version']}, this software reads {VERSION}")
-            for name, day in plain["days"].items():
-                stages = {each: Stage(**stage) for each, stage in day.pop("stages").items()}
-                self.days[name] = Day(**day, stages=stages)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise DailyError(
-                f"{self.path}: not a readable state file: {error!r}. Move it away: published days are known without "
-                "it, a day on its way must be done again with --redo"
-            ) from None
+        self.path, self.days = root / STATE, dict[str, Day]()
+        if self.path.exists():
+            advice = "move it away: published days are known without it, one on its way is done again with --redo"
+            version = ("version", VERSION)
+            text = self.path.read_bytes()
+            self.days = read_json(_StateFile, text, self.path, DailyError, advice, version=version).days
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        plain = {"version": VERSION, "days": {name: dataclasses.asdict(day) for name, day in self.days.items()}}
-        write_atomically(self.path, json.dumps(plain, indent=1) + "\n")
+        write_atomically(self.path, json.dumps(asdict(_StateFile(VERSION, self.days)), indent=1) + "\n")
 
     def look(self, day: str) -> Day:
         """A day's record; a new one is not kept."""
@@ -153,9 +155,6 @@ class State:
     def end(self, day: str, stage: str, status: StageStatus, message: str | None = None) -> None:
         found = self.days[day].stages.setdefault(stage, Stage())
         found.status, found.finished, found.message = status, now(), message
-        if found.started is not None:
-            took = datetime.fromisoformat(found.finished) - datetime.fromisoformat(found.started)
-            found.seconds = took.total_seconds()
         self.save()
 
     def close(self, day: str, status: DayStatus, reason: str | None) -> None:
@@ -164,12 +163,12 @@ class State:
 
 
 @dataclass(frozen=True)
-class Release:
+class Release(Record):
     """What publishing a day meant; never changed afterwards."""
 
     day: str  # of the export
     trained: str  # the day of the model; an earlier one if the export was only refreshed
-    metrics: dict[str, Any]
+    evaluation: Evaluation  # of the model
     previous: str | None = None  # what was published before
     at: str = field(default_factory=now)
 
@@ -181,18 +180,15 @@ class Releases:
         self.layout, self.pointer = layout, layout.root / "published"
 
     def ever(self) -> set[str]:
-        """Days that the pointer is known to have been at; a release written just before a stop may be at none."""
-        return {*self.line(), *(path.parent.name for path in self.layout.root.glob(f"releases/*/{ROLLED_BACK}"))}
+        """Days that the pointer is or was at; a release written just before a stop is not among them."""
+        return {*self.line()[:1], *(path.parent.name for path in self.layout.root.glob(f"releases/*/{LEFT}"))}
 
     def read(self, day: str) -> Release:
-        path = self.layout.release(day) / RELEASE
-        try:
-            return Release(**json.loads(path.read_text()))
-        except FileNotFoundError:
+        path = self.layout.of("releases", day) / RELEASE
+        if not path.exists():
             found = sorted(path.parent.name for path in self.layout.root.glob(f"releases/*/{RELEASE}"))
-            raise DailyError(f"day {day} was never published; published were: {', '.join(found) or 'none'}") from None
-        except (json.JSONDecodeError, TypeError) as error:
-            raise DailyError(f"{path}: not a readable release: {error!r}") from None
+            raise DailyError(f"day {day} was never published; published were: {', '.join(found) or 'none'}")
+        return read_json(Release, path.read_bytes(), path, DailyError, "restore it, or point published elsewhere")
 
     def current(self) -> Release | None:
         """What is published now."""
@@ -200,12 +196,11 @@ class Releases:
 
     def line(self) -> list[str]:
         """What is published now, what was before it, and so on: what was rolled back is not among them."""
-        found: list[str] = []
-        at = self.current()
+        at, found = self.current(), list[str]()
         while at is not None:
             found.append(at.day)
-            before = at.previous
-            at = self.read(before) if before is not None and (self.layout.release(before) / RELEASE).exists() else None
+            known = at.previous is not None and self.layout.of("releases", at.previous).exists()
+            at = self.read(str(at.previous)) if known else None
         return found
 
     def publish(self, release: Release) -> None:
@@ -233,12 +228,10 @@ class Releases:
             if wanted is None:
                 raise DailyError(f"nothing was published before day {current.day}")
             self.read(wanted)
-            if not (self.layout.export(wanted) / "manifest.json").exists():
-                raise DailyError(f"{self.layout.export(wanted)}: the export of day {wanted} is gone")
+            if not (self.layout.of("exports", wanted) / "manifest.json").exists():
+                raise DailyError(f"{self.layout.of('exports', wanted)}: the export of day {wanted} is gone")
             if wanted != current.day:
-                write_atomically(self.layout.release(current.day) / ROLLED_BACK, now() + "\n")
                 self._point_to(wanted)
-                (self.layout.release(wanted) / ROLLED_BACK).unlink(missing_ok=True)
             return current.day, wanted
 
     def forget(self, day: str) -> None:
@@ -246,19 +239,20 @@ class Releases:
         with self._moving():
             if day in self.line():
                 raise DailyError(f"day {day} is published, or was before what is: roll back to an earlier day first")
-            # the last stage's first, so that what stays belongs together
-            for path in (self.layout.export(day), self.layout.run(day), self.layout.data(day), self.layout.inputs(day)):
+            release = self.layout.of("releases", day)
+            for kind in ("exports", "runs", "data", "inputs"):  # the last stage's first: what stays belongs together
+                path = self.layout.root / kind / day
                 aside = path.with_name(f".{day}.removed")
                 if path.exists():
                     shutil.rmtree(aside, ignore_errors=True)
                     os.rename(path, aside)  # never half a dataset under its own name
-            shutil.rmtree(self.layout.release(day), ignore_errors=True)
+            shutil.rmtree(release, ignore_errors=True)
 
     def _moving(self) -> contextlib.AbstractContextManager[None]:
         return locked(self.layout.root / ".pointer.lock", "the pointer", wait_seconds=30.0)
 
     def _write(self, release: Release) -> None:
-        place = self.layout.release(release.day)
+        place = self.layout.of("releases", release.day)
         aside = place.with_name(f".{release.day}.new")
         for old in (place, aside):  # written before a stop, never pointed to: a day is published once
             shutil.rmtree(old, ignore_errors=True)
@@ -266,11 +260,13 @@ class Releases:
         (aside / "export").symlink_to(f"../../exports/{release.day}")
         (aside / "run").symlink_to(f"../../runs/{release.trained}")
         (aside / "data").symlink_to(f"../../data/{release.trained}")
-        write_atomically(aside / RELEASE, json.dumps(dataclasses.asdict(release), indent=1) + "\n")
+        write_atomically(aside / RELEASE, json.dumps(asdict(release), indent=1) + "\n")
         os.rename(aside, place)
         sync(place.parent)
 
     def _point_to(self, day: str) -> None:
+        if self.pointer.is_symlink():
+            write_atomically(self.pointer / LEFT, now() + "\n")
         aside = self.pointer.with_name(".published.new")
         aside.unlink(missing_ok=True)
         aside.symlink_to(f"releases/{day}")

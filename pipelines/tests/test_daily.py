@@ -2,31 +2,36 @@
 
 import dataclasses
 import errno
+import functools
 import importlib
 import json
 import os
 import shutil
+import tempfile
 import threading
 from types import SimpleNamespace
 
 import pytest
 from torchx.runner import get_runner
 
+from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import is_locked
+from fuxi_torchrec.data.dataset import INFO
+from fuxi_torchrec.data.prepare import prepare_synthetic
+from fuxi_torchrec.data.synthetic import SyntheticConfig
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.strict_yaml import ConfigError
 from pipelines import synthesize
-from pipelines.daily import config as daily_config
 from pipelines.daily import jobs as daily_jobs
 from pipelines.daily import loop as daily_loop
 from pipelines.daily import state as daily_state
 from pipelines.daily.__main__ import check_training, main
-from pipelines.daily.config import GateConfig, LogsConfig
-from pipelines.daily.gate import judge
+from pipelines.daily.config import DailyConfig, GateConfig, LogsConfig
 from pipelines.daily.jobs import Ended
 from pipelines.daily.logs import Logs
 from pipelines.daily.loop import FAILED, REJECTED, Daily
-from pipelines.daily.state import DailyError, Day, Layout, Release, Releases, StageError, State
+from pipelines.daily.stages import judge
+from pipelines.daily.state import DailyError, Day, Evaluation, Layout, Release, Releases, StageError, State
 from pipelines.daily.status import dry_run, status
 
 
@@ -59,12 +64,12 @@ class FakeJobs:
         self.jobs[job.stage, job.day] = job
         return f"fake://{job.stage}-{job.day}"
 
-    def wait_for_earlier(self, job, handle):
-        self.waited.append((job.stage, handle))
-        return False
+    def wait_for_earlier(self, handle):
+        self.waited.append(handle)
 
-    def follow(self, job, handle):
-        key = (job.stage, job.day)
+    def follow(self, handle):
+        key = tuple(handle.removeprefix("fake://").split("-"))
+        job = self.jobs[key]
         if key in self.killed_before:
             self.killed_before.remove(key)
             raise KilledError
@@ -88,14 +93,14 @@ class FakeJobs:
         if job.stage == "prepare":
             os.makedirs(given["--output"])
             events = sum(os.path.getsize(entry.path) for entry in os.scandir(given["--input"]))
-            write(f"{given['--output']}/dataset.json", {"events": events})
+            write(f"{given['--output']}/{INFO}", description() | {"events": events})
         elif job.stage == "train":
             os.makedirs(given["--run-dir"], exist_ok=True)
             write(f"{given['--run-dir']}/summary.json", {"preempted": False})
         elif job.stage in ("evaluate", "compare"):
-            found = evaluation(self.values["compare" if job.stage == "compare" else job.day])
-            found |= {"split": given["--split"], "filter_seen": "--filter-seen" in job.arguments}
-            write(given["--output"], found)
+            value = self.values["compare" if job.stage == "compare" else job.day]
+            found = evaluation(value, split=given["--split"], filter_seen="--filter-seen" in job.arguments)
+            write(given["--output"], dataclasses.asdict(found) | {"baselines": {"popular": {}}})
         else:
             os.makedirs(given["--output"])
             write(f"{given['--output']}/manifest.json", {})
@@ -117,9 +122,18 @@ def write(path, content):
         json.dump(content, file)
 
 
-def evaluation(value):
+@functools.cache
+def description():
+    """A dataset.json."""
+    with tempfile.TemporaryDirectory() as directory:
+        prepare_synthetic(SyntheticConfig(10, 0, 50, 2, median_length=5, length_sigma=1.0), f"{directory}/data")
+        with open(f"{directory}/data/{INFO}") as file:
+            return json.load(file)
+
+
+def evaluation(value, split="test", filter_seen=False):
     metrics = {"ndcg@10": value, "hr@10": 0.5, "mrr": 0.1, "by_history_length": {}}
-    return {"split": "test", "filter_seen": False, "last": metrics, "target": metrics, "baselines": {"popular": {}}}
+    return Evaluation(split, filter_seen, "step-1", 1, "abc", 9, metrics, metrics)
 
 
 @pytest.fixture
@@ -131,9 +145,7 @@ def pipeline(tmp_path):
         for day in range(days):
             (tmp_path / "logs" / f"part-{day}.parquet").write_text("event")
         given = [f"root={tmp_path / 'root'}", f'logs.path="{tmp_path}/logs/part-{{day}}.parquet"', *settings]
-        found = Daily(daily_config.load(None, given), jobs)
-        found.note_published()
-        return found
+        return Daily(strict_yaml.load(DailyConfig, None, given), jobs)
 
     return make
 
@@ -143,7 +155,7 @@ def run(made):
 
 
 def statuses(made):
-    return {day: record.status for day, record in made.state.days.items()}
+    return {day: found for day, found in made.standings().items() if found != "waiting"}
 
 
 STAGES = ["prepare", "train", "evaluate", "export"]
@@ -175,7 +187,7 @@ def test_days_run_in_order_each_from_the_one_before(pipeline):
     assert options(jobs.jobs["train", "2"])["--init-from"] == f"{root}/runs/1"
     assert f"data.path={root}/data/2" in jobs.jobs["train", "2"].arguments
     assert (root / "published" / "export" / "manifest.json").resolve() == root / "exports" / "2" / "manifest.json"
-    assert len(list(made.layout.inputs("2").iterdir())) == 3
+    assert len(list(made.layout.of("inputs", "2").iterdir())) == 3
     assert run(pipeline(jobs)) == 0 and len(jobs.submitted) == 12, "nothing is left to do"
 
 
@@ -196,18 +208,18 @@ def test_real_stages_train_a_model_refresh_its_export_and_train_the_next(pipelin
         ("prepare", "3"),
     ]
     assert made.releases.line() == ["2", "1", "0"]
-    assert options(jobs.jobs["refresh", "1"])["--export"] == str(made.layout.export("0"))
-    assert [os.path.basename(os.readlink(e)) for e in made.layout.inputs("1").iterdir()] == ["part-1.parquet"]
+    assert options(jobs.jobs["refresh", "1"])["--export"] == str(made.layout.of("exports", "0"))
+    assert [os.path.basename(os.readlink(e)) for e in made.layout.of("inputs", "1").iterdir()] == ["part-1.parquet"]
     refreshed, root = made.releases.read("1"), made.layout.root
-    assert refreshed.trained == "0" and refreshed.metrics == made.releases.read("0").metrics
-    assert (root / "releases" / "1" / "run").resolve() == made.layout.run("0")
-    assert options(jobs.jobs["train", "2"])["--init-from"] == str(made.layout.run("0"))
-    assert (root / "published" / "export").resolve() == made.layout.export("2")
-    bundles = [Bundle.open(made.layout.export(day), verify="checksums") for day in "012"]
+    assert refreshed.trained == "0" and refreshed.evaluation == made.releases.read("0").evaluation
+    assert (root / "releases" / "1" / "run").resolve() == made.layout.of("runs", "0")
+    assert options(jobs.jobs["train", "2"])["--init-from"] == str(made.layout.of("runs", "0"))
+    assert (root / "published" / "export").resolve() == made.layout.of("exports", "2")
+    bundles = [Bundle.open(made.layout.of("exports", day), verify="checksums") for day in "012"]
     times = [bundle.manifest.as_of for bundle in bundles]
     assert times == sorted(set(times)), "every day's export has later events"
-    recorded = json.loads((made.layout.run("2") / "eval-daily.json").read_text())["last"]["ndcg@10"]
-    assert made.releases.read("2").metrics["last"]["ndcg@10"] == recorded
+    recorded = json.loads((made.layout.of("runs", "2") / "eval-daily.json").read_text())["last"]["ndcg@10"]
+    assert made.releases.read("2").evaluation.last["ndcg@10"] == recorded
     assert f"{recorded:.4f}" in status(made)
 
 
@@ -239,7 +251,7 @@ def test_a_killed_pipeline_goes_on_at_the_stage_where_it_stopped(pipeline, stage
             *((each, "1") for each in [*STAGES[: before + 1], *STAGES[before:]]),
         ]
     )
-    assert jobs.waited == [(stage, f"fake://{stage}-{day}") for day in "01"], "before another is started"
+    assert jobs.waited == [f"fake://{stage}-{day}" for day in "01"], "before another is started"
     assert made.state.days["0"].stages[stage].status == "finished"
     assert made.state.days["1"].stages[stage].attempts == 2
 
@@ -271,7 +283,7 @@ def test_a_kill_while_publishing_leaves_the_old_or_the_new_day(pipeline, monkeyp
     made = pipeline(jobs, 2)
     assert run(made) == 0
     assert made.releases.line() == ["1", "0"] and statuses(made) == {"0": "published", "1": "published"}
-    assert made.state.days["1"].metrics["last"]["ndcg@10"] == 0.1
+    assert "0.1000" in status(made).splitlines()[2]
     assert len(jobs.submitted) == 8
 
 
@@ -280,7 +292,6 @@ def test_preempted_training_is_launched_again(pipeline):
     made = pipeline(jobs, 1)
     assert run(made) == 0
     assert made.state.days["0"].stages["train"].attempts == 3
-    assert jobs.waited == [("train", "fake://train-0")] * 2, "until nothing of it holds the run's lock"
     jobs = FakeJobs({"1": 0.1}, preemptions=9)
     assert run(pipeline(jobs, 2)) == FAILED
     assert jobs.submitted.count(("train", "1")) == 4, "jobs.relaunches bounds it"
@@ -301,7 +312,7 @@ def test_without_the_state_file_published_days_are_known_and_a_day_on_its_way_is
         run(pipeline(jobs, 2))
     pipeline(jobs, 2).state.path.unlink()
     made = pipeline(jobs, 2)
-    assert made.pending() == ["1"] and made.state.days["0"].status == "published"
+    assert made.pending() == ["1"] and statuses(made) == {"0": "published"}
     assert run(made) == FAILED and "--redo 1" in capsys.readouterr().err
     made.forget("1")
     assert run(made) == 0
@@ -343,7 +354,7 @@ def test_a_skipped_day_is_left_out_of_later_datasets(pipeline):
     made.skip("1")
     assert run(made) == 0
     assert made.releases.line() == ["2", "0"]
-    read = [os.path.basename(os.readlink(each)) for each in sorted(made.layout.inputs("2").iterdir())]
+    read = [os.path.basename(os.readlink(each)) for each in sorted(made.layout.of("inputs", "2").iterdir())]
     assert read == ["part-0.parquet", "part-2.parquet"]
     with pytest.raises(DailyError, match="day 2 is published"):
         made.skip("2")
@@ -355,21 +366,21 @@ def test_a_skipped_day_is_taken_in_again(pipeline):
     jobs = FakeJobs({"0": 0.1, "1": 0.01, "2": 0.1, "3": 0.1})
     made = pipeline(jobs)
     with pytest.raises(DailyError, match="day 1 is not skipped; skipped are: none"):
-        made.unskip("1")
+        made.skip("1", skipped=False)
     assert made.run(["0", "1"]) == REJECTED
     made.skip("1")
     made.skip("1")
     made.skip("2")
     assert made.pending() == []
     made = pipeline(jobs)
-    made.unskip("2")
+    made.skip("2", skipped=False)
     assert made.pending() == ["2"] and run(made) == 0, "a day that was never run is to do"
     made = pipeline(jobs, 4)
-    made.unskip("1")
+    made.skip("1", skipped=False)
     assert statuses(made)["1"] == "rejected" and "-90.0%" in made.state.days["1"].reason
     assert run(made) == 0 and made.releases.line() == ["3", "2", "0"], "the published day is later: its log counts"
-    assert len(list(made.layout.inputs("2").iterdir())) == 2
-    assert len(list(made.layout.inputs("3").iterdir())) == 4
+    assert len(list(made.layout.of("inputs", "2").iterdir())) == 2
+    assert len(list(made.layout.of("inputs", "3").iterdir())) == 4
 
 
 def test_a_day_without_new_events_fails(pipeline, tmp_path):
@@ -445,7 +456,7 @@ def test_earlier_days_than_the_first_are_history(pipeline):
     jobs = FakeJobs({"1": 0.1, "2": 0.1})
     made = pipeline(jobs, 3, ['logs.first_day="1"'])
     assert made.pending() == ["1", "2"]
-    assert run(made) == 0 and len(list(made.layout.inputs("1").iterdir())) == 2
+    assert run(made) == 0 and len(list(made.layout.of("inputs", "1").iterdir())) == 2
 
 
 # --- the gate --------------------------------------------------------------------------------------------------------
@@ -477,11 +488,10 @@ def test_the_gate(new, old, settings, publish):
 
 
 def test_the_gate_compares_only_what_compares():
-    old = evaluation(0.1) | {"split": "valid"}
     with pytest.raises(StageError, match="measured with split = valid, this one with test"):
-        judge(GateConfig(), evaluation(0.1), old, "0")
+        judge(GateConfig(), evaluation(0.1), evaluation(0.1, split="valid"), "0")
     with pytest.raises(StageError, match=r"no hr@7 .*ndcg@10, hr@10, mrr"):
-        judge(GateConfig(metric="hr@7"), evaluation(0.1), None)
+        judge(GateConfig(metric="hr@7"), evaluation(0.1), None, None)
 
 
 @pytest.mark.parametrize("changed", ["evaluate.split=valid", "evaluate.filter_seen=true"])
@@ -505,15 +515,15 @@ def releases(tmp_path):
     layout = Layout(tmp_path / "root")
     made = Releases(layout)
     for day in "0123":
-        layout.export(day).mkdir(parents=True)
-        (layout.export(day) / "manifest.json").write_text("{}")
+        layout.of("exports", day).mkdir(parents=True)
+        (layout.of("exports", day) / "manifest.json").write_text("{}")
     return made
 
 
 def publish(releases, *days):
     for day in days:
         current = releases.current()
-        releases.publish(Release(day, day, {}, current.day if current else None))
+        releases.publish(Release(day, day, evaluation(0.1), current.day if current else None))
 
 
 def test_rollback_goes_back_one_by_one_and_to_a_named_day(releases):
@@ -528,7 +538,7 @@ def test_rollback_goes_back_one_by_one_and_to_a_named_day(releases):
     assert releases.line() == ["2", "1", "0"]
     with pytest.raises(DailyError, match="day 3 was never published; published were: 0, 1, 2"):
         releases.roll_back("3")
-    (releases.layout.export("0") / "manifest.json").unlink()
+    (releases.layout.of("exports", "0") / "manifest.json").unlink()
     with pytest.raises(DailyError, match="the export of day 0 is gone"):
         releases.roll_back("0")
     assert releases.current().day == "2"
@@ -613,7 +623,7 @@ def test_a_published_day_is_not_redone_and_one_that_was_rolled_back_is(pipeline,
         said = capsys.readouterr().err
         assert f"day {day}: it was rolled back: --rollback {day} publishes it again, --redo {day}" in said
     made.forget("2")
-    assert not made.layout.run("2").exists()
+    assert not made.layout.of("runs", "2").exists()
     jobs.broken = {("train", "2")}
     assert made.run(["2"]) == FAILED and pipeline(jobs, 4).pending() == ["2"], "it is still to do"
     jobs.broken = set()
@@ -634,7 +644,7 @@ def test_a_day_is_redone_only_if_it_can_be_run(pipeline, tmp_path):
             made.releases.roll_back(name)
     with pytest.raises(DailyError, match="day 1 is published: an older one"):
         made.forget("0")
-    (made.layout.release("2") / daily_state.ROLLED_BACK).unlink()
+    (made.layout.of("releases", "2") / daily_state.LEFT).unlink()
     assert sorted(tmp_path.rglob("*")) == before, "nothing was removed"
 
 
@@ -645,8 +655,8 @@ def test_a_day_is_redone_after_the_job_that_outlived_its_pipeline(pipeline):
         run(made)
     made = pipeline(jobs, 1)
     made.forget("0")
-    assert jobs.waited == [("train", "fake://train-0")]
-    assert not made.layout.data("0").exists() and run(made) == 0
+    assert jobs.waited == ["fake://train-0"]
+    assert not made.layout.of("data", "0").exists() and run(made) == 0
 
 
 @pytest.mark.parametrize("step", range(6))
@@ -655,7 +665,7 @@ def test_an_interrupted_redo_never_mixes_old_and_new(pipeline, tmp_path, monkeyp
     (tmp_path / "logs" / "part-1.parquet").write_text("a mended log")
     made = pipeline(FakeJobs({}), 0)
     made.state.days["1"].status = "failed"
-    made.layout.export("1").mkdir()
+    made.layout.of("exports", "1").mkdir()
     left = [step]
 
     def killed_at(function):
@@ -673,7 +683,7 @@ def test_an_interrupted_redo_never_mixes_old_and_new(pipeline, tmp_path, monkeyp
         patch.setattr(daily_loop, "shutil", SimpleNamespace(rmtree=killed_at(shutil.rmtree)))
         with pytest.raises(KilledError):
             made.forget("1")
-    kept = [path.parent.name for path in (made.layout.data("1"), made.layout.run("1")) if path.exists()]
+    kept = [path.parent.name for path in (made.layout.of("data", "1"), made.layout.of("runs", "1")) if path.exists()]
     assert kept in (["data", "runs"], ["data"], []), "a run stays only with the data that it was made from"
     made = pipeline(FakeJobs({"1": 0.1}), 0)
     if step == 5:
@@ -697,10 +707,16 @@ def test_the_state_comes_back_as_it_was_written_and_a_damaged_file_is_named(tmp_
         name: dataclasses.asdict(day) for name, day in state.days.items()
     }
     assert again.days["0"].stages["prepare"].job == "slurm://torchx/7"
-    assert again.days["0"].stages["prepare"].seconds is not None
-    state.path.write_text('{"version": 1, "days": {"0"')
-    with pytest.raises(DailyError, match=r"state.json: not a readable state file"):
-        State(tmp_path)
+    assert again.days["0"].stages["prepare"].took() == "0 s"
+    text = state.path.read_text()
+    for broken, what in (
+        (text[:-9], "not readable as JSON"),
+        (text.replace('"version": 2', '"version": 1'), "version 1, this software reads version 2"),
+        (text.replace('"attempts": 1', '"attempts": "many"', 1), "days.0.stages.prepare.attempts = 'many'"),
+    ):
+        state.path.write_text(broken)
+        with pytest.raises(DailyError, match=rf"state.json: {what}.*; move it away"):
+            State(tmp_path)
 
 
 def test_a_lock_is_held_by_one(tmp_path):
@@ -778,7 +794,7 @@ def test_what_lies_beside_the_logs_is_named_before_anything_is_done(pipeline, tm
 @pytest.mark.parametrize("path", ["logs/all.parquet", "{day}/{day}", "logs/{day}-*.parquet", "*/{day}"])
 def test_a_path_that_names_no_day_is_refused(path):
     with pytest.raises(ConfigError, match="path"):
-        daily_config.load(None, [f'logs.path="{path}"'])
+        strict_yaml.load(DailyConfig, None, [f'logs.path="{path}"'])
 
 
 # --- for people ------------------------------------------------------------------------------------------------------
@@ -840,16 +856,16 @@ def test_a_dry_run_shows_each_stage_and_runs_none(pipeline, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines[-6:]] == [*STAGES[:3], "gate", "export", "publish"]
     assert lines[-5].startswith("train: torchx run dist.ddp -j 1x2 -m pipelines.train -- --config=configs/demo.yaml ")
-    assert f"--init-from={made.layout.run('0')}" in lines[-5] and "1" not in State(made.layout.root).days
+    assert f"--init-from={made.layout.of('runs', '0')}" in lines[-5] and "1" not in State(made.layout.root).days
     dry_run(made, "0")
     assert "--init-from" not in capsys.readouterr().out, "a day that is done, as it was"
 
 
 def test_a_training_config_of_another_time_unit_is_refused(tmp_path):
     (tmp_path / "model.yaml").write_text("data:\n  time_unit: ms\n")
-    config = daily_config.load(None, [f"train.config={tmp_path}/model.yaml"])
+    config = strict_yaml.load(DailyConfig, None, [f"train.config={tmp_path}/model.yaml"])
     with pytest.raises(DailyError, match=r"data.time_unit = ms, but logs.time_unit = s"):
         check_training(config, local=True)
     with pytest.raises(ConfigError):
-        check_training(daily_config.load(None, ["train.config=no.yaml"]), local=True)
-    check_training(daily_config.load(None, ["train.config=no.yaml"]), local=False)
+        check_training(strict_yaml.load(DailyConfig, None, ["train.config=no.yaml"]), local=True)
+    check_training(strict_yaml.load(DailyConfig, None, ["train.config=no.yaml"]), local=False)

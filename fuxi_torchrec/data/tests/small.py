@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fuxi_torchrec.data.dataset import INFO, Dataset
 from fuxi_torchrec.data.writer import DatasetWriter
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.log import LogSpec
 
 
@@ -61,12 +61,29 @@ def random_histories(seed, users, longest, items=50, weights=False):
     return histories
 
 
-def replace_rows(dataset, rows, name="part-00000.parquet"):
+def replace_rows(dataset, rows, name="part-00000.parquet", block_users=10**6):
     """Put other rows into a dataset's file, as something that is not the writer might."""
-    pq.write_table(rows, dataset.file(name))
+    with parquet.Writer(dataset.file(name), rows.schema) as out:
+        for begin in range(0, len(rows), block_users):
+            out.write(rows.slice(begin, block_users))
     info = dataset.info
-    files = tuple(dataclasses.replace(f, users=len(rows)) if f.name == name else f for f in info.files)
-    changed = dataclasses.replace(info, files=files)
+    files = tuple(
+        dataclasses.replace(f, users=len(rows), size=out.size, crc32=out.crc32) if f.name == name else f
+        for f in info.files
+    )
+    users = sum(f.users for f in files)
+    return describe(dataset, files=files, users=users, length_histogram={"<=10": users})
+
+
+def replace_table(dataset, name, table):
+    """Put another table into a dataset."""
+    with parquet.Writer(dataset.file(name), table.schema) as out:
+        out.write(table)
+    return describe(dataset, tables={**dataset.info.tables, name: out.crc32})
+
+
+def describe(dataset, **changes):
+    """Write another ``dataset.json``."""
     with open(dataset.file(INFO), "w") as file:
-        file.write(changed.to_json())
+        file.write(dataclasses.replace(dataset.info, **changes).to_json())
     return Dataset.open(dataset.path)

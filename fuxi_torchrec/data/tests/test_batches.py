@@ -290,7 +290,8 @@ def test_workers_share_the_cache(dataset, monkeypatch):
     steps = loading._Steps(own, loading._unchanged)
     monkeypatch.setattr(loading, "get_worker_info", lambda: SimpleNamespace(dataset=steps, num_workers=3))
     monkeypatch.setattr(loading.os, "setpgrp", lambda: None)
-    loading._begin_worker(0)
+    monkeypatch.setattr(loading, "end_with_parent", lambda _: None)
+    loading._begin_worker(1, 0)
     assert own.maker.reader.cache_bytes == before // 3
 
 

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fuxi_torchrec.data import bucket_sort
 from fuxi_torchrec.data.bucket_sort import ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.prepare import PrepareOptions, prepare
 from fuxi_torchrec.data.tests.logs import events, read
@@ -52,11 +51,13 @@ def test_any_events_come_out_by_user_time_and_row(tmp_path_factory, log, group, 
         assert part.lengths.sum() <= group or len(part.lengths) == 1
 
 
-def test_a_bucket_holds_no_more_users_than_16_bits_count(monkeypatch):
-    monkeypatch.setattr(bucket_sort, "_BUCKET_USERS", 3)
-    sort = BucketSort(np.ones(10, np.int64), 100, 100, 10**9, "")
-    sort.add(pa.record_batch({USER_NUMBER: range(10), ROW_NUMBER: range(10), "timestamp": range(10)}))
-    assert [len(part.lengths) for part in sort.sorted()] == [3, 3, 3, 1]
+def test_a_bucket_of_more_users_than_16_bits_count():
+    users = np.arange(70_000)
+    sort = BucketSort(np.ones(70_000, np.int64), 50_000, 100_000, 10**9, "")
+    sort.add(pa.record_batch({USER_NUMBER: users[::-1], ROW_NUMBER: users, "timestamp": users}))
+    parts = list(sort.sorted())
+    assert [len(part.lengths) for part in parts] == [50_000, 20_000]
+    assert np.concatenate([part.events["timestamp"] for part in parts]).tolist() == users[::-1].tolist()
 
 
 @pytest.mark.parametrize("unit", ["s", "us"])  # microseconds over years need more than 32 bits

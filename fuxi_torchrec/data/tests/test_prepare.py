@@ -302,3 +302,65 @@ def test_synthetic_histories_as_a_dataset(tmp_path):
     assert users == wanted
     assert info.events == sum(map(len, wanted.values()))
     assert Dataset.open(tmp_path / "set").info.source["synthetic"]["seed"] == 2
+
+
+TAGGED = [("1", "a", 5, ["x", "y"]), ("1", "b", 6, []), ("2", "a", 7, ["y", "y", "z"]), ("2", "b", 8, None)]
+
+
+def tagged_log(path, texts=TAGGED):
+    """The same events with tags as a list, or in one text."""
+    if path.suffix == ".csv":
+        lines = [f"{user},{item},{time},{' | '.join(tags or [])}" for user, item, time, tags in texts]
+        return write(path, lines, "user,item,time,tags")
+    columns = dict(zip(("user", "item", "time", "tags"), map(list, zip(*texts, strict=True)), strict=True))
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "split"), [("log.csv", {"tags": "|"}), ("log.parquet", None)])
+def test_several_texts_of_an_event_are_values_of_one_vocabulary(tmp_path, name, split):
+    source = events(tagged_log(tmp_path / name), event_features=["tags"], split_features=split)
+    info = prepare(source, tmp_path / "set")
+    (tags,) = info.features
+    assert (tags.multiple, tags.vocabulary, tags.rows) == (True, True, 4)
+    assert info.log.split == (split or {})
+    dataset, _, table = read(tmp_path / "set")
+    assert dataset.feature_values("tags").to_pylist() == ["y", "x", "z"]
+    assert table["tags"].to_pylist() == [[[2, 1], []], [[1, 1, 3], []]]
+    more = [("3", "a", 9, ["w", "z"])]
+    source = events(tagged_log(tmp_path / f"more.{name}", more), event_features=["tags"], split_features=split)
+    prepare(source, tmp_path / "next", PrepareOptions(extend=str(tmp_path / "set")))
+    dataset, _, table = read(tmp_path / "next")
+    assert dataset.feature_values("tags").to_pylist() == ["y", "x", "z", "w"]
+    assert table["tags"].to_pylist() == [[[4, 3]]]
+
+
+def test_what_cannot_be_split_is_named(tmp_path):
+    path = tagged_log(tmp_path / "log.csv")
+    with pytest.raises(DataError, match="to be split, but no feature: tags"):
+        events(path, split_features={"tags": "|"})
+    source = events(path, event_features=["user"], split_features={"user": "|"})
+    with pytest.raises(DataError, match=r"log\.csv: feature column user is BIGINT: only text can be split"):
+        prepare(source, tmp_path / "set")
+
+
+def test_the_command_line_splits_features(tmp_path, capsys):
+    from pipelines.prepare import main
+
+    path = tagged_log(tmp_path / "log.csv")
+    columns = ["--user-column", "user", "--item-column", "item", "--time-column", "time", "--time-unit", "s"]
+    arguments = [
+        "events",
+        "--input",
+        str(path),
+        "--output",
+        str(tmp_path / "set"),
+        *columns,
+        "--event-features",
+        "tags",
+    ]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--split-features", "tags"])
+    assert "'tags' is not a column and a delimiter, A=|" in capsys.readouterr().err
+    assert main([*arguments, "--split-features", "tags=|"]) == 0
+    assert Dataset.open(tmp_path / "set").feature_values("tags").to_pylist() == ["y", "x", "z"]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -80,14 +81,36 @@ def test_times_that_are_no_integers(tmp_path, time, kind):
     assert "times must be integers" in message
 
 
-def test_an_unlikely_unit_is_a_warning_with_an_example(tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(logging.Logger, "warning", lambda self, text, *args: said.append(text % args))
-    path = write(tmp_path / "log.csv", ["1,a,1600000000"], "user,item,time")
-    prepare(events(path, time_unit="ms"), tmp_path / "set")
-    assert said == [
-        "times look wrong for the unit 'ms': 1600000000 would be in the year 1970; is the unit another one?"
-    ]
+@pytest.mark.parametrize(
+    ("time", "unit", "why"),
+    [
+        (1_600_000_000, "ms", "seconds: 1600000000 in milliseconds would be in the year 1970. Say --time-unit s"),
+        (1_600_000_000_000, "s", "milliseconds: .* in seconds would be in the year 52671. Say --time-unit ms"),
+        (1_600_000_000_000_000, "ms", "microseconds: .* in milliseconds would be in the year 52671"),
+    ],
+)
+def test_times_of_another_unit_are_refused_unless_one_insists(tmp_path, time, unit, why):
+    path = write(tmp_path / "log.csv", [f"1,a,{time}", f"1,b,{time}"], "user,item,time")
+    message = refused(tmp_path, f"log.csv: times look like {why}", path, time_unit=unit)
+    assert "insist with --accept-times" in message
+    insist = PrepareOptions(accept_times=True)
+    if time < 10**10:
+        assert prepare(events(path, time_unit=unit), tmp_path / "set", insist).last_time == time
+    else:  # nothing in this software takes times after 2200
+        with pytest.raises(DataError, match=r"2 rows: time is after the year 2200\. First: .*log\.csv row 1"):
+            prepare(events(path, time_unit=unit), tmp_path / "set", insist)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_times_near_the_end_of_64_bits_are_bad_rows(tmp_path, kind):
+    path = tmp_path / f"log.{kind}"
+    table = pa.table({"user": [1, 1, 2], "item": [7, 8, 7], "time": [1_600_000_000, 2**62, 1_600_000_001]})
+    pq.write_table(table, path) if kind == "parquet" else pyarrow.csv.write_csv(table, path)
+    message = refused(tmp_path, "1 rows: time is after the year 2200", path)
+    assert f"log.{kind} row 2" in message
+    info = prepare(events(path), tmp_path / "set", PrepareOptions(on_bad_rows="skip"))
+    assert (info.events, info.last_time) == (2, 1_600_000_001)
+    assert info.skipped_rows == {"time is after the year 2200": 1}
 
 
 def test_a_last_event_in_the_future_is_a_warning(tmp_path, monkeypatch):
@@ -134,7 +157,7 @@ def test_mistakes_in_sql_and_targets(log, tmp_path):
     )
     refused(
         tmp_path,
-        "feature column weight has negative values",
+        "rows: feature weight is negative. First: ",
         write(tmp_path / "n.csv", ["1,a,5,x,-1"]),
         event_features=["weight"],
     )

@@ -8,8 +8,9 @@ import pytest
 
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.reader import Reader
-from fuxi_torchrec.data.tests.small import make_dataset, random_histories, replace_rows
+from fuxi_torchrec.data.tests.small import describe, make_dataset, random_histories, replace_rows
 from fuxi_torchrec.data.writer import DatasetWriter
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.vocabulary import Vocabulary
@@ -63,8 +64,8 @@ def bad_rows(kind):
         rows["timestamp"][1] = [3]
     elif kind == "times are not in order":
         rows["timestamp"][1] = [4, 3]
-    elif kind == "a time is negative":
-        rows["timestamp"][1] = [-3, 4]
+    elif kind.startswith("a time is not in"):
+        rows["timestamp"][1] = [-3, 4] if "negative" in kind else [3, 2**62]
     elif kind == "a value is null":
         rows["item"][1] = [3, None]
     elif kind == "a list is null":
@@ -80,8 +81,8 @@ def bad_rows(kind):
 
 
 KINDS = [
-    *("lists differ in length", "times are not in order", "a time is negative", "a value is null", "a list is null"),
-    "an item is not in 1 .. 50",
+    *("lists differ in length", "times are not in order", "a value is null", "a list is null"),
+    *("an item is not in 1 .. 50", "a time is not in 0 .. 7258118400", "a time is not in 0: negative"),
 ]
 
 
@@ -89,7 +90,7 @@ KINDS = [
 def test_bad_rows_are_named_with_file_row_and_reason(tmp_path, kind, caplog):
     dataset = make_dataset(tmp_path / "set", random_histories(0, 3, 5), items=50)
     dataset = replace_rows(dataset, bad_rows(kind))
-    with pytest.raises(DataError, match=r"part-00000.parquet: 1 bad rows, the first is row 1: " + kind):
+    with pytest.raises(DataError, match=r"part-00000.parquet: 1 bad rows, the first is row 1: " + kind.split(":")[0]):
         Reader(dataset).block(0)
     reader = Reader(dataset, on_bad_rows="skip")
     block = reader.block(0)
@@ -112,9 +113,9 @@ def test_a_feature_value_without_a_row_is_a_bad_row(tmp_path, values):
         out.finish(3, {}, frozenset())
     dataset = Dataset.open(tmp_path / "set")
     Reader(dataset, ["size"]).block(0)
-    path = dataset.file("part-00000.parquet")
-    table = pq.read_table(path)
-    pq.write_table(table.set_column(table.schema.get_field_index("size"), "size", pa.array(values, kind)), path)
+    table = pq.read_table(dataset.file("part-00000.parquet"))
+    table = table.set_column(table.schema.get_field_index("size"), "size", pa.array(values, kind))
+    dataset = replace_rows(dataset, table)
     with pytest.raises(DataError, match=r"1 bad rows, the first is row 1: size is not in 0 \.\. 3"):
         Reader(dataset, ["size"]).block(0)
 
@@ -130,9 +131,9 @@ def test_descriptions_that_cannot_be_used(dataset):
     path = dataset.file("dataset.json")
     plain = json.loads(dataset.info.to_json())
     for text, message in (
-        (json.dumps({**plain, "version": 9}), "dataset of version 9, this software reads version 2: prepare it again"),
-        ("{}", "not a dataset description"),
-        ("half a f", "not a dataset description"),
+        (json.dumps({**plain, "version": 9}), "version 9, this software reads version 3; prepare the dataset again"),
+        ("{}", "no 'version' in it; prepare the dataset again"),
+        ("half a f", "not readable as JSON"),
     ):
         with open(path, "w") as file:
             file.write(text)
@@ -142,18 +143,67 @@ def test_descriptions_that_cannot_be_used(dataset):
 
 def test_files_that_cannot_be_read(dataset):
     path = dataset.file("part-00000.parquet")
+    rows = rows_of(dataset)
     with open(path, "rb") as file:
         content = file.read()
     with open(path, "wb") as file:
         file.write(content[: len(content) // 2])
-    with pytest.raises(DataError, match=r"part-00000.parquet: not a readable Parquet file, perhaps cut short"):
+    with pytest.raises(DataError, match=r"part-00000.parquet: damaged, cut short"):
         Reader(dataset)
     pq.write_table(pa.table({"user_id": [1]}), path)
-    with pytest.raises(DataError, match=r"1 users where dataset.json says 10: the dataset was changed"):
+    with pytest.raises(DataError, match=r"part-00000.parquet: damaged, cut short, or not written by this software"):
         Reader(dataset)
-    one = dataclasses.replace(dataset.info, files=(dataclasses.replace(dataset.info.files[0], users=1),))
+    parquet.write_table(path, pa.table({"user_id": [1]}))
+    with pytest.raises(DataError, match=r"part-00000.parquet: another file than the one that was written"):
+        Reader(dataset)
+    one = replace_rows(dataset, pa.table({"user_id": [1]}))
     with pytest.raises(DataError, match="no column item, timestamp; the columns are user_id"):
-        Reader(Dataset(dataset.path, one)).block(0)
+        Reader(one)
+    one = replace_rows(dataset, rows[:1])
+    files = (dataclasses.replace(one.info.files[0], users=10),)
+    ten = describe(one, files=files, users=10, length_histogram={"<=10": 10})
+    with pytest.raises(DataError, match=r"1 users where dataset.json says 10: the dataset was changed"):
+        Reader(ten)
+
+
+def rows_of(dataset):
+    return pq.read_table(dataset.file("part-00000.parquet"))
+
+
+def with_column(table, name, values):
+    return table.set_column(table.schema.get_field_index(name), name, values)
+
+
+@pytest.mark.parametrize("name", ["item", "timestamp"])
+def test_numbers_are_not_rounded_to_fit(dataset, name):
+    table = rows_of(dataset)
+    broken = with_column(table, name, table[name].cast(pa.list_(pa.float64())))
+    with pytest.raises(DataError, match=rf"part-00000.parquet: column {name} is list<.*double>"):
+        Reader(replace_rows(dataset, broken)).block(0)
+
+
+@pytest.mark.parametrize("weight", [np.nan, np.inf, -1.0])
+def test_weights_that_are_no_weights(tmp_path, weight):
+    dataset = make_dataset(tmp_path / "set", random_histories(0, 3, 5, weights=True), items=50)
+    weights = [list(each) for each in rows_of(dataset)["target"].to_pylist()]
+    weights[1][0] = weight
+    dataset = replace_rows(dataset, with_column(rows_of(dataset), "target", pa.array(weights, pa.list_(pa.float32()))))
+    with pytest.raises(DataError, match="the first is row 1: a target weight is negative or not finite"):
+        Reader(dataset).block(0)
+    assert Reader(dataset, on_bad_rows="skip").block(0).lengths[1] == 0
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 2], [1, None, 2]])
+def test_users_have_an_id_of_their_own(tmp_path, ids):
+    dataset = make_dataset(tmp_path / "set", random_histories(0, 3, 5), items=50)
+    dataset = replace_rows(dataset, with_column(rows_of(dataset), "user_id", pa.array(ids, pa.int64())))
+    with pytest.raises(DataError, match="users without an id, or with one id"):
+        Reader(dataset).ids_of(np.arange(3))
+    with DatasetWriter(tmp_path / "other", LogSpec(), {}) as out:
+        columns = {"item": pa.array([1, 1, 1], pa.int32()), "timestamp": [1, 2, 3]}
+        out.write_users(pa.array(ids, pa.int64()), np.ones(3, np.int64), pa.table(columns))
+        with pytest.raises(DataError, match="users must be given by rising ids, each once"):
+            out.finish(1, {}, frozenset())
 
 
 def test_features_that_do_not_exist(dataset):

@@ -172,13 +172,14 @@ def test_oracle_beats_popularity_recency_and_not_knowing_the_time():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"users": 0}, "users must be positive"),
-        ({"seed": -1}, "seed must not be negative"),
+        ({"users": 0}, "--users must be at least 1"),
+        ({"seed": -1}, "--seed must be at least 0"),
         ({"items": 30}, "not a multiple of groups"),
         ({"window": 101}, "100 items of a group"),
         ({"max_length": 4}, "at least 5"),
         ({"repeat": 0.6, "noise": 0.5}, "more than 1"),
-        ({"new_visit": 0.0}, "new_visit"),
+        ({"new_visit": 0.0}, "--new-visit must be at least 0.001"),
+        ({"new_visit": 1.5}, "new_visit = 1.5 is more than 1"),
     ],
 )
 def test_bad_config(change, message):

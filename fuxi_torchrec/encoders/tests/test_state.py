@@ -111,18 +111,15 @@ def test_select_put_and_concatenate_move_users():
 @pytest.mark.parametrize(
     "changes", [{}, {"use_temporal": False}, {"use_retention": False, "use_positional": False}], ids=str
 )
-def test_states_survive_bytes_and_dicts(dtype, changes):
+def test_states_survive_bytes(dtype, changes):
     encoder, batch = make_encoder(dtype, **changes), make_batch([5, 0, 9], dtype=dtype)
     state = append_in_cuts(encoder, batch, [3])
     records = state.to_bytes()
     assert records.dtype == torch.uint8
     assert records.shape[0] == 3
-    for back in (
-        EncoderState.from_bytes(records, encoder.init_state(0)),
-        EncoderState.from_dict(state.to_dict(), encoder.init_state(0)),
-    ):
-        assert torch.equal(back.to_bytes(), records)
-        assert torch.equal(encoder.query(back, batch.request), encoder.query(state, batch.request))
+    back = EncoderState.from_bytes(records, encoder.init_state(0))
+    assert torch.equal(back.to_bytes(), records)
+    assert torch.equal(encoder.query(back, batch.request), encoder.query(state, batch.request))
     some = EncoderState.from_bytes(records[[2]], encoder.init_state(1))
     assert torch.equal(encoder.query(some, batch.request[[2]]), encoder.query(state.select([2]), batch.request[[2]]))
 
@@ -131,8 +128,7 @@ def test_states_come_back_on_the_encoders_device():
     encoder, batch = make_encoder(), make_batch([5, 0, 9])
     state = append_in_cuts(encoder, batch, [3])
     like = encoder.to("meta").init_state(0)
-    for back in (EncoderState.from_bytes(state.to_bytes(), like), EncoderState.from_dict(state.to_dict(), like)):
-        assert {x.device.type for x in back._tensors()} == {"meta"}
+    assert {x.device.type for x in EncoderState.from_bytes(state.to_bytes(), like)._tensors()} == {"meta"}
 
 
 def test_the_record_has_the_size_that_was_promised():
@@ -167,15 +163,8 @@ def test_states_of_other_configurations_and_versions_are_refused():
         EncoderState.from_bytes(records, encoder.init_state(0))
     with pytest.raises(ValueError, match=r"records must be uint8 of shape \(users, \d+\)"):
         EncoderState.from_bytes(records[:, :-1], encoder.init_state(0))
-    with pytest.raises(ValueError, match="not a state of this encoder: fingerprint missing"):
-        EncoderState.from_dict({"version": torch.tensor(1)}, encoder.init_state(0))
-    plain = dict(state.to_dict(), pending=torch.zeros(2, 16))
-    with pytest.raises(ValueError, match=r"pending must be torch.float64 of shape \(users, 16\), not torch.float32"):
-        EncoderState.from_dict(plain, encoder.init_state(0))
     with pytest.raises(ValueError, match=r"states of different kinds: torch.float64 on cpu and torch.float32 on cpu"):
         EncoderState.concatenate([state, make_encoder(torch.float32).init_state(1)])
-    with pytest.raises(ValueError, match="tensors of different numbers of users"):
-        EncoderState.from_dict(dict(state.to_dict(), count=torch.zeros(3, dtype=torch.int64)), encoder.init_state(0))
     with pytest.raises(ValueError, match="batch_size must not be negative, but is -1"):
         encoder.init_state(-1)
     with pytest.raises(ValueError, match="states is empty"):

@@ -1,8 +1,8 @@
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.export import index as indices
 
 DIM = 8
@@ -10,7 +10,10 @@ DIM = 8
 
 def write(path, vectors, **columns):
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), DIM)
-    pq.write_table(pa.table({"embedding": embedding, **columns}), path, row_group_size=70)
+    table = pa.table({"embedding": embedding, **columns})
+    with parquet.Writer(path, table.schema) as writer:
+        for begin in range(0, len(table), 70):
+            writer.write(table.slice(begin, 70))
     return path
 
 
@@ -44,6 +47,17 @@ def test_items_that_tie_with_the_last_belong(tmp_path):
     index, _ = indices.build(paths, 40, DIM, exact_items=40)
     queries = np.eye(DIM, dtype=np.float32)[:1]
     assert indices.recall(index, queries, indices.nearest_scores(paths, queries, 7), paths) == 1.0
+
+
+def test_an_exact_index_finds_everything_also_where_the_last_score_is_about_zero(tmp_path):
+    draw = np.random.default_rng(3)
+    half = draw.normal(size=(2000, DIM)).astype(np.float32)
+    vectors, queries = np.concatenate([half, -half]), draw.normal(size=(200, DIM)).astype(np.float32)
+    paths = [write(tmp_path / "0", vectors, index=np.arange(1, len(vectors) + 1))]
+    index, _ = indices.build(paths, len(vectors), DIM, exact_items=len(vectors))
+    exact = indices.nearest_scores(paths, queries, len(half))
+    assert np.abs(exact[:, -1]).max() < 0.1
+    assert indices.recall(index, queries, exact, paths) == 1.0
 
 
 def test_int8_loses_little_and_is_small(items):

@@ -1,9 +1,8 @@
 """Requests of many callers, worked on together."""
 
 import math
-import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Generic, TypeVar
@@ -45,51 +44,43 @@ class Batcher(Generic[Given, Result]):
         most_cost: float = math.inf,
         waiting_cost: float = math.inf,
     ) -> None:
+        self._work, self._most, self._window, self._observe = work, most, window_seconds, observe
+        self._repeat, self._most_waiting = repeat, waiting
         self._cost, self._most_cost, self._waiting_cost = cost, most_cost, waiting_cost
         self._held = 0  # cost of everything that is not finished
-        self._next: tuple[Given, Future[Result]] | None = None  # taken, and too much for the batch before
-        self._work, self._most, self._window, self._observe = work, most, window_seconds, observe
-        self._repeat = repeat
-        self._queue: queue.Queue[tuple[Given, Future[Result]] | None] = queue.Queue(waiting)
+        self._waiting = deque[tuple[Given, Future[Result]]]()
         self._closed = False
-        self._lock = threading.Lock()  # nothing is put behind the end
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def submit(self, given: Given) -> "Future[Result]":
-        future: Future[Result] = Future()
-        with self._lock:
+        future, cost = Future[Result](), self._cost(given)
+        with self._changed:
             if self._closed:
                 raise OverloadedError("the service is shutting down")
-            cost = self._cost(given)
-            if self._held and self._held + cost > self._waiting_cost:
+            if len(self._waiting) >= self._most_waiting or (self._held and self._held + cost > self._waiting_cost):
                 raise OverloadedError("too many requests are waiting")
-            try:
-                self._queue.put_nowait((given, future))
-            except queue.Full:
-                raise OverloadedError("too many requests are waiting") from None
+            self._waiting.append((given, future))
             self._held += cost
+            self._changed.notify()
         return future
 
     def close(self) -> None:
         """Finish what was submitted, then end."""
-        with self._lock:
-            if self._closed:
-                return
+        with self._changed:
             self._closed = True
-        self._queue.put(None)
+            self._changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        more = True
-        while more:
-            taken, more = self._collect()
+        while taken := self._collect():
             # a caller that went away has cancelled its future
             batch = [(given, future) for given, future in taken if future.set_running_or_notify_cancel()]
             if batch:
                 self._observe(len(batch))
                 self._finish(batch)
-            with self._lock:
+            with self._changed:
                 self._held -= sum(self._cost(given) for given, _ in taken)
 
     def _finish(self, batch: Sequence[tuple[Given, "Future[Result]"]]) -> None:
@@ -106,22 +97,15 @@ class Batcher(Generic[Given, Result]):
             for _, future in open_ones:
                 future.set_exception(error)
 
-    def _collect(self) -> tuple[list[tuple[Given, "Future[Result]"]], bool]:
-        first, self._next = self._next or self._queue.get(), None
-        if first is None:
-            return [], False
-        batch, cost, deadline = [first], self._cost(first[0]), time.monotonic() + self._window
-        while len(batch) < self._most:
-            try:
-                left = deadline - time.monotonic()
-                entry = self._queue.get(timeout=left) if left > 0 else self._queue.get_nowait()
-            except queue.Empty:
-                break
-            if entry is None:
-                return batch, False
-            cost += self._cost(entry[0])
-            if cost > self._most_cost:
-                self._next = entry
-                break
-            batch.append(entry)
-        return batch, True
+    def _collect(self) -> list[tuple[Given, "Future[Result]"]]:
+        """The next batch; nothing at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            self._changed.wait_for(lambda: len(self._waiting) >= self._most or self._closed, self._window)
+            batch, cost = list[tuple[Given, Future[Result]]](), 0
+            while self._waiting and len(batch) < self._most:
+                cost += self._cost(self._waiting[0][0])
+                if batch and cost > self._most_cost:
+                    break
+                batch.append(self._waiting.popleft())
+            return batch

@@ -6,10 +6,13 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+CLOSING = {"Connection": "close"}  # a body that was not read is in the way of the next request
 
 
 def problem(status: int, detail: str, headers: dict[str, str] | None = None) -> JSONResponse:
@@ -58,48 +61,36 @@ class Guard:
             self.observe(path, status, time.perf_counter() - began)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # a body that was not read is in the way of the next request
-        closing = {"Connection": "close"}
+        given = dict(scope["headers"])
+        length = given.get(b"content-length", b"0")
         if scope["path"] in self.open_paths:
             await self.app(scope, receive, send)
-        elif not self._may(scope):
+        elif not self._may(given.get(b"authorization", b"")):
             said = "the bearer token is missing or wrong"
-            await problem(401, said, {"WWW-Authenticate": "Bearer", **closing})(scope, receive, send)
-        elif (body := await self._body(scope, receive)) is None:
-            said = f"the body is larger than {self.body_bytes:,} bytes"
-            await problem(413, said, closing)(scope, receive, send)
+            await problem(401, said, {"WWW-Authenticate": "Bearer", **CLOSING})(scope, receive, send)
+        elif length.isdigit() and int(length) > self.body_bytes:
+            await problem(413, self._too_large(), CLOSING)(scope, receive, send)
         else:
-            await self.app(scope, _replayed(body, receive), send)
+            await self.app(scope, self._counted(receive), send)
 
-    def _may(self, scope: Scope) -> bool:
+    def _may(self, authorization: bytes) -> bool:
         if self.token is None:
             return True
-        kind, _, shown = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        kind, _, shown = authorization.partition(b" ")
         return kind.lower() == b"bearer" and hmac.compare_digest(shown.strip(), self.token.encode())
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body; None if it is too large."""
-        length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.body_bytes:
-            return None
-        body = bytearray()
-        while True:
+    def _counted(self, receive: Receive) -> Receive:
+        left = self.body_bytes
+
+        async def counted() -> MutableMapping[str, Any]:
+            nonlocal left
             message = await receive()
-            body += message.get("body", b"")
-            if len(body) > self.body_bytes:
-                return None
-            if not message.get("more_body", False):
-                return bytes(body)
+            left -= len(message.get("body", b""))
+            if left < 0:
+                raise HTTPException(413, self._too_large(), CLOSING)
+            return message
 
+        return counted
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    given = False
-
-    async def again() -> MutableMapping[str, Any]:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
+    def _too_large(self) -> str:
+        return f"the body is larger than {self.body_bytes:,} bytes"

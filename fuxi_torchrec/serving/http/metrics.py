@@ -28,6 +28,7 @@ class ServiceMetrics:
         self.events = Counter("fuxi_events", "Events received", ["outcome"], **named)
         self.forgotten = Counter("fuxi_forgotten_users", "Users forgotten", **named)
         self.unknown = Counter("fuxi_unknown_users", "Answers for unknown users", **named)
+        self.dropped = Counter("fuxi_dropped_connections", "Connections that were ended", ["reason"], **named)
         version = Gauge("fuxi_export", "The export that answers", ["model_id", "as_of"], **named)
         version.labels(recommender.manifest.model_id, str(recommender.manifest.as_of)).set(1)
         for name, what in (

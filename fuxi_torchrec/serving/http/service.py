@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from fuxi_torchrec import __version__
+from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import ExportError
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving import requests
@@ -34,6 +35,7 @@ PROBLEMS = {
     400: "The body cannot be read",
     401: "The bearer token is missing or wrong",
     413: "The body is too large",
+    415: "The body does not come as JSON",
     422: "The body is not as described",
     503: "Too many requests are waiting, or nothing can be written",
 }
@@ -55,6 +57,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
         return FastAPI.openapi(app)
 
     app.openapi = description  # type: ignore[method-assign]
+    app.state.metrics = service.metrics
     _answer_problems(app)
     app.add_middleware(
         Guard,
@@ -69,7 +72,7 @@ def create_app(recommender: Recommender, token: str | None = None, limits: Limit
 
 def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed: bool) -> None:
     # for the description; the guard asks for the token, before there is a body
-    asks: dict[str, Any] = {"dependencies": [Depends(HTTPBearer(auto_error=False))]} if closed else {}
+    asks = [Depends(HTTPBearer(auto_error=False))] if closed else []
     refused = (401,) if closed else ()
 
     def post(path: str, answer: Callable[[Any], Awaitable[Any]], body: type[BaseModel], result: type) -> None:
@@ -77,16 +80,25 @@ def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed:
             return await answer(body)
 
         route.__annotations__["body"], route.__name__ = body, answer.__name__
-        responses = _problems(400, 413, 422, 503, *refused)
-        app.post(path, response_model=result, responses=responses, **asks)(route)
+        responses = _problems(400, 413, 415, 422, 503, *refused)
+        app.post(path, response_model=result, responses=responses, dependencies=[*asks, Depends(_as_json)])(route)
 
     post("/recommend", service.recommend, models.recommend, models.recommendations)
     post("/recommend-history", service.recommend_history, models.recommend_history, models.recommendations)
-    post("/append", service.append, models.append, bodies.Appended)
+    post("/append", service.append, models.append, requests.Appended)
     post("/forget", service.forget, models.forget, bodies.Forgotten)
     app.get("/health", responses=_problems(503))(service.health)
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
-    app.get("/metrics", response_class=Response, responses={**text, **_problems(*refused)}, **asks)(service.prometheus)
+    responses = {**text, **_problems(*refused)}
+    app.get("/metrics", response_class=Response, responses=responses, dependencies=asks)(service.prometheus)
+
+
+def _as_json(request: Request) -> None:
+    """Only what says that it is JSON is read as such: no other page in a browser may send that unasked."""
+    kind = request.headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        sent = f"the body is sent as {kind}" if kind else "the request has no Content-Type"
+        raise HTTPException(415, f"{sent}: send JSON, with the header Content-Type: application/json")
 
 
 def _problems(*codes: int) -> dict[int | str, dict[str, Any]]:
@@ -130,32 +142,32 @@ class Service:
         self.recommender.close()
         logger.info("everything acknowledged is on disk; stopped")
 
-    async def recommend(self, body: bodies.Recommend) -> Response:
-        request = body.request(body.user_id, self._unit)
+    async def recommend(self, body: Any) -> Response:
+        request = self._request(body, body.user_id)
         self.recommender.check(request)
         answer = await asyncio.wrap_future(self._recommending.submit(request))
         if not answer.known:
             self.metrics.unknown.inc()
         return JSONResponse(answer.to_dict())
 
-    async def recommend_history(self, body: bodies.RecommendHistory) -> Response:
-        events = sorted((past.event() for past in body.events), key=lambda event: event.timestamp)
-        request = body.request("", self._unit)
+    async def recommend_history(self, body: Any) -> Response:
+        events = sorted((_event(past) for past in body.events), key=lambda event: event.timestamp)
         select = any(event.columns for event in events)
+        request = self._request(body, "")
         answer = await self._in_thread(len(events), self.recommender.answer_history, events, request, select)
         return JSONResponse(answer.to_dict())
 
-    async def append(self, body: bodies.Append) -> bodies.Appended:
-        events = [new.event(new.user_id) for new in body.events]
+    async def append(self, body: Any) -> requests.Appended:
+        events = [_event(new, new.user_id) for new in body.events]
         filtering = bool(self.recommender.manifest.log.where)
         kept = await self._in_thread(len(events), self._selected, events) if filtering else self._selected(events)
         done = await asyncio.wrap_future(self._appending.submit(kept))
         done = replace(done, filtered=len(events) - len(kept))
         for outcome, count in vars(done).items():
             self.metrics.events.labels(outcome.removesuffix("s")).inc(count)
-        return bodies.Appended(**vars(done))
+        return done
 
-    async def forget(self, body: bodies.Forget) -> bodies.Forgotten:
+    async def forget(self, body: Any) -> bodies.Forgotten:
         count = await self._in_thread(len(body.user_ids), self.recommender.forget, body.user_ids)
         self.metrics.forgotten.inc(count)
         return bodies.Forgotten(forgotten=count)
@@ -171,6 +183,10 @@ class Service:
     async def prometheus(self) -> Response:
         """ServiceMetrics in Prometheus' text format."""
         return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    def _request(self, body: Any, user_id: requests.UserId) -> requests.Request:
+        time = body.time if body.time is not None else now(self._unit)
+        return requests.Request(user_id, time, body.k, body.exclude_seen)
 
     def _selected(self, events: list[requests.Event]) -> list[requests.Event]:
         try:
@@ -188,6 +204,11 @@ class Service:
             return await asyncio.to_thread(work, *given)
         finally:
             self._in_threads, self._held = self._in_threads - 1, self._held - cost
+
+
+def _event(given: Any, user_id: requests.UserId = "") -> requests.Event:
+    features = given.features and given.features.model_dump(by_alias=True, exclude_none=True, exclude_unset=True)
+    return requests.Event(user_id, given.item_id, given.timestamp, features, given.columns)
 
 
 def _answer_problems(app: FastAPI) -> None:

@@ -1,9 +1,10 @@
-"""Events that came since an export: CSV or Parquet logs, or a Recommender's own append log."""
+"""Events that came since an export: CSV or Parquet logs, or a Recommender's store."""
 
 import hashlib
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -17,17 +18,18 @@ from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import OnBadRows, quote
 from fuxi_torchrec.events.sources import FILE, ROW, Source, of_log
 from fuxi_torchrec.events.times import bounds, check_time, last_event
-from fuxi_torchrec.export.bundle import FEATURES, ITEMS, OTHER_ITEMS, Bundle, Manifest
+from fuxi_torchrec.export.bundle import Bundle, Manifest
 from fuxi_torchrec.export.parts import ID_TYPES, combined
 from fuxi_torchrec.logging import get_logger
-from fuxi_torchrec.serving.append_log import LOG_FILE, read_log, settled
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, ItemIds, feature_values
+from fuxi_torchrec.serving.store import STORE_FILE, Content, about_of, read_store
 
 logger = get_logger(__name__)
 
 Values = dict[str, dict[str, int]]  # of features with text values: value to index
+Since = Literal["export", "before", "unknown"]
 _OWN = "own_log"
-_USER, _ITEM, _TIME = "__user", "__item", "__time"  # columns of a Recommender's log; features have their own names
+_USER, _ITEM, _TIME = "__user", "__item", "__time"  # columns of a Recommender's events; features have their own names
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,9 @@ class NewEvents:
         rare_items: events left out, of items that the dataset would not have.
         bad_rows: left out, by reason.
         digest: of users, items, times and features as they were read.
-        forgotten: users of whom nothing before these events is to stay, of a Recommender's log.
+        forgotten: users of whom nothing before these events is to stay, of a Recommender's store.
+        since: where they begin: with the export, or before it, as in the store of a Recommender on another one; or
+            nobody knows.
     """
 
     users: pa.Array
@@ -60,6 +64,7 @@ class NewEvents:
     bad_rows: dict[str, int]
     digest: str
     forgotten: pa.Array
+    since: Since
 
     def __len__(self) -> int:
         return len(self.histories.items)
@@ -71,23 +76,25 @@ def read_events(
     columns: LogColumns | None = None,
     on_bad_rows: OnBadRows | None = None,
 ) -> NewEvents:
-    """Read a file, the files below a directory, those of a glob, or the log directory of a Recommender, by the rules of
-    the log that the export was made from.
+    """Read a file, the files below a directory, those of a glob, or the store of a Recommender, by the rules of the log
+    that the export was made from.
 
     The export's files that this needs are checked first.
     """
-    bundle.check(ITEMS, FEATURES, OTHER_ITEMS)
     manifest, values = bundle.manifest, feature_values(bundle)
     log = manifest.log.with_columns(**vars(columns or LogColumns()))
     log = replace(
         log, features=tuple(feature.name for feature in manifest.features), on_bad_rows=on_bad_rows or log.on_bad_rows
     )
     forgotten = pa.array([], ID_TYPES[manifest.user_id_type])
+    since: Since = "unknown"
     with Database(in_memory=True) as database:
-        if (Path(path) / LOG_FILE).exists():
-            table, forgotten = _own_log(Path(path), manifest, values)
+        if (Path(path) / STORE_FILE).exists():
+            content = read_store(Path(path))
+            since = "export" if content.about == about_of(manifest) else "before"
+            table, forgotten = _stored_events(content, str(path), manifest, values)
             database.load(_OWN, table)
-            log = replace(log, user=_USER, item=_ITEM, time=_TIME, where=None, target=None, columns={})
+            log = replace(log, user=_USER, item=_ITEM, time=_TIME, where=None, target=None, split={}, columns={})
             source = Source((str(path),), _OWN, log, len(table) + 1)
         else:
             source = of_log(str(path), log)
@@ -98,10 +105,12 @@ def read_events(
     ours = ["user", "item", "time", *(feature.name for feature in manifest.features)]
     kinds = [ID_TYPES[manifest.user_id_type], ID_TYPES[manifest.item_id_type], pa.int64()]
     table = pa.table([*(c.cast(k) for c, k in zip(table.columns, kinds, strict=False)), *table.columns[3:]], ours)
-    return _by_user(table, forgotten, bundle, values, bad)
+    return _by_user(table, forgotten, bundle, values, bad, since)
 
 
-def _by_user(table: pa.Table, forgotten: pa.Array, bundle: Bundle, values: Values, bad: dict[str, int]) -> NewEvents:
+def _by_user(
+    table: pa.Table, forgotten: pa.Array, bundle: Bundle, values: Values, bad: dict[str, int], since: Since
+) -> NewEvents:
     digest = _digest(table, forgotten)
     items = ItemIds.read(bundle).find(combined(table[1]))
     kept = np.flatnonzero(items != LEFT_OUT)
@@ -120,7 +129,7 @@ def _by_user(table: pa.Table, forgotten: pa.Array, bundle: Bundle, values: Value
     offsets = bounds_of(np.bincount(user, minlength=len(encoded.dictionary)))
     histories = Histories(offsets, items[order], times[order].astype(np.int64), features)
     unknown = int((items == UNKNOWN).sum())
-    return NewEvents(encoded.dictionary, histories, unknown, rare, bad, digest, forgotten)
+    return NewEvents(encoded.dictionary, histories, unknown, rare, bad, digest, forgotten, since)
 
 
 def _digest(table: pa.Table, forgotten: pa.Array) -> str:
@@ -135,25 +144,26 @@ def _digest(table: pa.Table, forgotten: pa.Array) -> str:
     return digest.hexdigest()
 
 
-def _own_log(directory: Path, manifest: Manifest, texts: Values) -> tuple[pa.Table, pa.Array]:
-    """Events of a Recommender's log, in the order in which they came, and who was forgotten; events before that are not
-    among them. It has taken no other events than the dataset's log would have.
+def _stored_events(content: Content, path: str, manifest: Manifest, texts: Values) -> tuple[pa.Table, pa.Array]:
+    """Events of a Recommender's store, in the order in which they came, and who was forgotten; events before that are
+    not among them. It has taken no other events than the dataset's log would have.
     """
-    records = list(settled(read_log(directory).records))
-    forgotten = [user for record in records for user in record.get("forgotten", ())]
-    rows = [event for record in records for event in record.get("events", ())]
+    events = [row.event() for row in content.events if row.live]
     columns = {
-        _USER: pa.array([row[0] for row in rows], ID_TYPES[manifest.user_id_type]),
-        _ITEM: pa.array([row[1] for row in rows], ID_TYPES[manifest.item_id_type]),
-        _TIME: pa.array([row[2] for row in rows], pa.int64()),
-        FILE: pa.array([str(directory / LOG_FILE)] * len(rows), pa.string()),
-        ROW: pa.array(range(len(rows)), pa.int64()),
+        _USER: pa.array([event.user_id for event in events], ID_TYPES[manifest.user_id_type]),
+        _ITEM: pa.array([event.item_id for event in events], ID_TYPES[manifest.item_id_type]),
+        _TIME: pa.array([event.timestamp for event in events], pa.int64()),
+        FILE: pa.array([path] * len(events), pa.string()),
+        ROW: pa.array(range(len(events)), pa.int64()),
     }
     for feature in manifest.features:
-        kind = pa.string() if feature.name in texts else pa.list_(pa.int64()) if feature.multiple else pa.int64()
-        found = [(row[3] if len(row) > 3 else {}).get(feature.name) for row in rows]
+        kind, values = pa.string() if feature.name in texts else pa.int64(), [event.features or {} for event in events]
+        found = [given.get(feature.name) for given in values]
+        if feature.multiple:  # one value may stand alone
+            kind = pa.list_(kind)
+            found = [value if value is None or isinstance(value, list | tuple) else [value] for value in found]
         columns[feature.name] = pa.array(found, kind)
-    return pa.table(columns), pa.array(forgotten, ID_TYPES[manifest.user_id_type])
+    return pa.table(columns), pa.array([row.user for row in content.forgotten], ID_TYPES[manifest.user_id_type])
 
 
 def _implausible(database: Database, path: str, manifest: Manifest) -> dict[str, str]:
@@ -173,10 +183,12 @@ def _implausible(database: Database, path: str, manifest: Manifest) -> dict[str,
 
 def _feature(column: pa.ChunkedArray, feature: Feature, known: dict[str, int] | None, rows: int) -> Column:
     """A missing value is 0, or no values; one that the model has no row for is 0."""
-    if known is not None:
-        return np.array([known.get(value, 0) for value in column.to_pylist()], np.int64)
     flat = pc.list_flatten(column) if feature.multiple else column
-    values: Ints = flat.to_numpy().astype(np.int64)
+    values: Ints
+    if known is not None:
+        values = np.array([known.get(value, 0) for value in flat.to_pylist()], np.int64)
+    else:
+        values = flat.to_numpy().astype(np.int64)
     unknown = values >= rows
     if unknown.any():
         said = "feature column %s has %d values beyond %d, which the model does not know: they count as 0"

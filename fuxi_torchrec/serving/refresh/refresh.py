@@ -20,9 +20,8 @@ from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.events.log import OnBadRows
 from fuxi_torchrec.events.times import check_time, show_time
 from fuxi_torchrec.export.bundle import MANIFEST, Bundle, ExportError
-from fuxi_torchrec.serving.append_log import LOG_FILE, about_of, read_about
 from fuxi_torchrec.serving.refresh.new_events import LogColumns, read_events
-from fuxi_torchrec.serving.refresh.run import Progress, RefreshRun, Since
+from fuxi_torchrec.serving.refresh.run import Progress, RefreshRun
 from fuxi_torchrec.serving.refresh.summary import Summary
 
 
@@ -42,7 +41,7 @@ def refresh(
 
     Args:
         export: the one to begin with; it is not changed.
-        events: CSV or Parquet logs (a file, a directory, a glob), or a Recommender's log directory.
+        events: CSV or Parquet logs (a file, a directory, a glob), or a Recommender's store.
         output: must not exist, or be this very refresh, already done.
         as_of: the request time; the latest of the export's own and of the events by default, and never before.
         requery_all: query all users, not only touched ones.
@@ -73,17 +72,9 @@ def refresh(
         return summary
     with NewDirectory(output) as place:
         summary.seconds["reading"] = time.perf_counter() - began
-        since = _since(Path(events), bundle)
         show = progress or (lambda *_: None)
-        RefreshRun(bundle, new, place, as_of, requery_all, forget, summary, show, since).run(request)
+        RefreshRun(bundle, new, place, as_of, requery_all, forget, summary, show).run(request)
     return summary
-
-
-def _since(events: Path, bundle: Bundle) -> Since:
-    """How events lie to an export: a Recommender's log says which one it is for."""
-    if not (events / LOG_FILE).exists():
-        return "unknown"
-    return "export" if read_about(events) == about_of(bundle.manifest) else "before"
 
 
 def _done_already(output: Path, request: str) -> bool:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,10 +19,8 @@ from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.histories import Histories, Ints, covered
 from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import (
-    ENCODER,
     HISTORIES,
     STATES,
-    TABLES,
     USERS,
     Bundle,
     ExportError,
@@ -59,8 +57,6 @@ RULES = {
 }
 
 Progress = Callable[[str, int, int], None]  # what is done, users so far, users in all
-# where the events begin: with the export, or before it, as in the log of a Recommender on another one; or nobody knows
-Since = Literal["export", "before", "unknown"]
 
 
 class RefreshRun:
@@ -76,13 +72,11 @@ class RefreshRun:
         forget: Sequence[int | str],
         summary: Summary,
         progress: Progress,
-        since: Since,
     ) -> None:
         self.bundle, self.manifest, self.place = bundle, bundle.manifest, place
         self.as_of, self.requery_all, self.summary, self.progress = as_of, requery_all, summary, progress
-        bundle.check(ENCODER, TABLES)
         self.model = UserModel(bundle)
-        self.new, self.since, self.clock = new, since, summary.timed
+        self.new, self.clock = new, summary.timed
         self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
         self.files: dict[str, FileEntry] = {}
         self.users = self.states = self.done = 0
@@ -100,7 +94,6 @@ class RefreshRun:
         events, ids, renewed = self._wanted_events()
         numbers = [part_number(path) for path in self.bundle.parts(USERS)]
         with self.clock("reading"):
-            self.bundle.check(USERS)
             members = [read_users(self._path(USERS, number), (), embedding=False).ids for number in numbers]
         again = pa.array(_mask(ids, renewed))  # they start anew, as users that are not there
         # where each touched user is
@@ -149,7 +142,7 @@ class RefreshRun:
             logger.info("these events were applied before: %s", new.digest[:16])
             return Histories.empty(0, self.manifest.features), new.users[:0], new.forgotten[:0]
         counts = np.repeat(~_mask(new.users, self.forget), new.histories.lengths)
-        if self.since != "export":  # what a Recommender on this export took came after it had forgotten
+        if self.new.since != "export":  # what a Recommender on this export took came after it had forgotten
             counts &= self.forgotten.counts(new.users, new.histories)
         self.summary.forgotten_events = int((~counts).sum())
         if len(new) or len(new.forgotten):
@@ -161,7 +154,7 @@ class RefreshRun:
     # --- a part ------------------------------------------------------------------------------------------------------
 
     def _path(self, folder: str, number: int, ending: str = "parquet") -> Path:
-        return self.bundle.path / part_name(folder, number, ending)
+        return self.bundle.file(part_name(folder, number, ending))
 
     def _part(
         self,
@@ -191,7 +184,7 @@ class RefreshRun:
         on_time = events.times >= last
         self.summary.late_events += int((~on_time).sum())
         histories = None
-        if self.since == "before" and (events.times == last).any():
+        if self.new.since == "before" and (events.times == last).any():
             histories = self._histories(number, users)
             there = covered(histories.select(touched), events)
             self.summary.covered_events += int(there.sum())
@@ -222,7 +215,6 @@ class RefreshRun:
     def _histories(self, number: int, users: Users) -> Histories:
         path = self._path(HISTORIES, number)
         with self.clock("reading"):
-            self.bundle.check(part_name(HISTORIES, number))
             histories = read_histories(path, users.ids, self.manifest.features)
         if not np.array_equal(histories.lengths, users.events):
             raise ExportError(f"{path}: lengths are not those in users/: export again")

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from fuxi_torchrec.artifacts import crc32_of
 from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_from, make_encoder
 from fuxi_torchrec.encoders.state import EncoderState
+from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.events.log import LogSpec
@@ -33,6 +33,7 @@ from fuxi_torchrec.export.bundle import (
     TABLES,
     USERS,
     Bundle,
+    FileEntry,
     Manifest,
     describe_file,
     scaled,
@@ -82,8 +83,8 @@ class DemoExport:
     max_length: int = 48
     state_min_events: int = 20
     users_per_part: int = 8
-    item_id_type: str = "int64"
-    user_id_type: str = "int64"
+    item_id_type: Literal["int64", "string"] = "int64"
+    user_id_type: Literal["int64", "string"] = "int64"
     features: tuple[Feature, ...] = ()
     feature_rows: int = 8
     text_features: tuple[str, ...] = ()
@@ -127,6 +128,15 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
             tables[f"feature_{feature.name}"] = torch.randn(demo.feature_rows, config.dim) / config.dim**0.5
     save_file(dict(encoder.state_dict()), directory / ENCODER)
     save_file(tables, directory / TABLES)
+    _write_items(directory, demo, tables[ITEM_TABLE])
+    if demo.log_spec().drops_rare_items:
+        others = pa.array(demo.other_items, ID_TYPES[demo.item_id_type])
+        parquet.write_table(directory / OTHER_ITEMS, pa.table({"item_id": others}))
+    for name in demo.text_features:
+        (directory / FEATURES).mkdir(exist_ok=True)
+        index = np.arange(1, demo.feature_rows)
+        known = pa.table({"value": [f"value-{n}" for n in index], "index": pa.array(index, pa.int32())})
+        parquet.write_table(directory / FEATURES / f"{name}.parquet", known)
     as_of = demo.as_of if demo.as_of is not None else int(histories.times.max(initial=START))
     manifest = Manifest(
         model=dataclasses.asdict(config),
@@ -139,31 +149,25 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         state_min_events=demo.state_min_events,
         state_bytes=encoder.state_bytes + TRAILER_BYTES if encoder.state_bytes else 0,
         items=demo.items,
-        users=len(histories),
+        users=0,
         states=0,
         item_id_type=demo.item_id_type,
         user_id_type=demo.user_id_type,
         log=demo.log_spec(),
         features=demo.features,
+        files=_described(directory),
     )
-    _write_items(directory, demo, tables[ITEM_TABLE])
-    if demo.log_spec().drops_rare_items:
-        others = pa.array(demo.other_items, ID_TYPES[demo.item_id_type])
-        pq.write_table(pa.table({"item_id": others}), directory / OTHER_ITEMS)
-    for name in demo.text_features:
-        (directory / FEATURES).mkdir(exist_ok=True)
-        index = np.arange(1, demo.feature_rows)
-        known = pa.table({"value": [f"value-{n}" for n in index], "index": pa.array(index, pa.int32())})
-        pq.write_table(known, directory / FEATURES / f"{name}.parquet")
     states = write_user_parts(
         Bundle(directory, manifest), raw_ids("user", 0, len(histories), demo.user_id_type), histories, demo
     )
-    files = {
-        str(path.relative_to(directory)): describe_file(path) for path in sorted(directory.rglob("*")) if path.is_file()
-    }
-    finished = Manifest(**{**vars(manifest), "states": states, "files": files})
+    finished = dataclasses.replace(manifest, users=len(histories), states=states, files=_described(directory))
     write_manifest(directory, finished)
     return finished
+
+
+def _described(directory: Path) -> dict[str, FileEntry]:
+    found = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    return {str(path.relative_to(directory)): describe_file(path) for path in found}
 
 
 def write_user_parts(bundle: Bundle, ids: pa.Array, histories: Histories, demo: DemoExport) -> int:
@@ -199,15 +203,13 @@ def encode_part(bundle: Bundle, model: UserModel, number: int, users: Users, par
     return len(kept)
 
 
-def _write_items(directory: Path, demo: DemoExport, table: Tensor) -> None:
+def _write_items(directory: Path, demo: DemoExport, rows: Tensor) -> None:
     index = np.arange(1, demo.items + 1)
-    vectors = scaled(table[1:], demo.similarity).numpy()
+    vectors = scaled(rows[1:], demo.similarity).numpy()
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.reshape(-1)), vectors.shape[1])
     ids = raw_ids("item", 1001 if demo.item_id_type == "int64" else 1, demo.items, demo.item_id_type)
-    pq.write_table(
-        pa.table({"item_id": ids, "index": pa.array(index, pa.int32()), "embedding": embedding}),
-        directory / part_name(ITEMS, 0),
-    )
+    table = pa.table({"item_id": ids, "index": pa.array(index, pa.int32()), "embedding": embedding})
+    parquet.write_table(directory / part_name(ITEMS, 0), table)
     if demo.index:
         import faiss
 

@@ -1,5 +1,8 @@
 """Refresh and a Recommender read events as the dataset's log was read: its condition, its columns, its rare items."""
 
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 
@@ -93,6 +96,21 @@ def test_a_condition_reads_features_and_times_of_the_event_itself(tmp_path):
             append(live, time, [1001], [{"day": "soon"}], features=features[:1])
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("what", ["where", "target", "item"])
+def test_nothing_that_a_manifest_says_reads_another_file(tmp_path, kind, what):
+    """An export may be somebody else's."""
+    (tmp_path / "secret.txt").write_text("1001")
+    files = f"(SELECT count(*) FROM read_text('{tmp_path}/secret.txt'))"
+    log = {"where": {"where": f"{files} = 1"}, "target": {"target": files}, "item": {"item": f"item_id + {files}"}}
+    time = export(tmp_path, log[what])
+    events = pa.table({"user_id": [77], "item_id": [1001], "timestamp": [time]})
+    path = tmp_path / f"e.{kind}"
+    pq.write_table(events, path) if kind == "parquet" else pyarrow.csv.write_csv(events, path)
+    with pytest.raises(DataError, match="disabled by configuration"):
+        refresh(tmp_path / "a", path, tmp_path / "b")
+
+
 def test_rare_items_are_left_out_if_the_dataset_drops_them(tmp_path):
     time = export(tmp_path, RARE, other_items=(5,))
     (tmp_path / "e.csv").write_text(f"user_id,item_id,timestamp\n77,1001,{time}\n77,5,{time}\n77,6,{time}\n")
@@ -140,10 +158,6 @@ def test_refresh_reads_the_columns_of_the_datasets_log_unless_told_otherwise(tmp
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_columns_keep_the_types_of_the_datasets_log(tmp_path, ending):
-    import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet as pq
-
     log = {"where": "code = '007' AND weight IS NULL", "columns": {"code": "VARCHAR", "weight": "BIGINT"}}
     write_demo_export(tmp_path / "a", DemoExport(users=4, log=log, user_id_type="string"))
     time = Bundle.open(tmp_path / "a").manifest.as_of

@@ -1,13 +1,14 @@
 """The Recommender answers as the model would, keeps what it was told, and stays right under threads and crashes."""
 
-import contextlib
 import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,13 @@ from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
 from fuxi_torchrec.export.parts import part_name
-from fuxi_torchrec.serving import append_log
+from fuxi_torchrec.schema import CHECKSUM, sealed
 from fuxi_torchrec.serving import recommender as recommender_module
-from fuxi_torchrec.serving.append_log import LOCK_FILE, LOG_FILE, OLD_FILE, read_log
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.refresh.refresh import refresh
-from fuxi_torchrec.serving.requests import Request
+from fuxi_torchrec.serving.requests import Event, Request
+from fuxi_torchrec.serving.store import MARK_FILE, STORE_FILE, read_store
 from fuxi_torchrec.serving.tests.exports import (
     FEATURES,
     Log,
@@ -339,7 +340,7 @@ def test_one_writer_many_readers(tmp_path):
     _, last = log_export(tmp_path)
     with Recommender.load(tmp_path / "x") as recommender:
         recommender.append([1], [1001], [last + 1])
-        with pytest.raises(ExportError, match="another process is appending to this log"):
+        with pytest.raises(ExportError, match="another process is appending to this store"):
             Recommender.load(tmp_path / "x")
         reader = Recommender.load(tmp_path / "x", read_only=True)
         assert reader.recommend([1], last + 2, 5) == recommender.recommend([1], last + 2, 5)
@@ -360,8 +361,15 @@ def test_forgetting_leaves_nothing_on_disk_after_a_restart(tmp_path):
         assert recommender.info()["recent_events"] == 1
     with Recommender.load(tmp_path / "x") as recommender:
         assert recommender.recommend([1], last, 5) == [back]
-    records = read_log(tmp_path / "x.log").records
-    assert records == [{"forgotten": [1, 70, 71]}, {"events": [[1, 1005, last - 10 * DAY]]}]
+    content = read_store(tmp_path / "x.log")
+    assert {row.user for row in content.forgotten} == {1, 70, 71}
+    assert [row.event() for row in content.events] == [Event(1, 1005, last - 10 * DAY)]
+    assert not content.state.erased and not traces(tmp_path / "x.log", [last + 1])
+
+
+def traces(directory, times):
+    """Files of a store in which a time of an event is to be found, as SQLite writes it."""
+    return [path.name for path in directory.iterdir() for time in times if time.to_bytes(4, "big") in path.read_bytes()]
 
 
 def test_who_is_forgotten_stays_so_on_later_exports_whatever_they_have(tmp_path):
@@ -375,7 +383,6 @@ def test_who_is_forgotten_stays_so_on_later_exports_whatever_they_have(tmp_path)
         with Recommender.load(tmp_path / export, log_dir=tmp_path / "log") as recommender:
             assert [a.known for a in recommender.recommend([1, 70, 2], last + DAY, 5)] == [False, False, True]
             recommender.append([2], [1002], [last + 2])
-    assert (tmp_path / "log" / OLD_FILE).exists(), "nothing of them is in it"
     assert len(log.of(1))
 
 
@@ -410,16 +417,10 @@ def saved_log(tmp_path, gone, back, last, other):
     return tmp_path / "same"
 
 
-def logged(tmp_path, *names):
-    """Events of users 7 in the files of a log directory."""
-    return [
-        event[1:3]
-        for name in names or (LOG_FILE, OLD_FILE)
-        if (tmp_path / "log" / name).exists()
-        for record in read_log(tmp_path / "log", name).records
-        for event in record.get("events", ())
-        if event[0] == 7
-    ]
+def logged(tmp_path, user=7, live=False):
+    """Items and times of a user's events in a store."""
+    events = read_store(tmp_path / "log").events
+    return [[row.item, row.time] for row in events if row.user == user and (row.live or not live)]
 
 
 @pytest.mark.parametrize("way", ["of the log", "of a file", "by two refreshes"])
@@ -458,7 +459,7 @@ def test_what_a_user_does_after_being_forgotten_by_a_refresh_is_a_new_history(tm
     for export in ("y", "z", "y", "x", "y"):
         with Recommender.load(tmp_path / export, log_dir=tmp_path / "log") as recommender:
             assert recommender.recommend([7], later, 5)[0].events == 1
-        assert logged(tmp_path, LOG_FILE) == [[1002, later]]
+        assert logged(tmp_path, live=True) == [[1002, later]]
     # on the export that forgot, an event may have any time: it is a new user's
     with Recommender.load(tmp_path / "y", log_dir=tmp_path / "fresh") as recommender:
         assert recommender.append([7], [1003], [last]).accepted == 1
@@ -500,7 +501,12 @@ def test_the_log_goes_on_with_the_next_export(tmp_path):
         assert recommender.info()["recent_events"] == 1
         after = recommender.recommend([1, 2], last + DAY, 5)
     assert [answer.items for answer in after] == [answer.items for answer in before]
-    assert read_log(tmp_path / "log").records == [{"events": [[1, 1003, last + 9]]}]
+    rows = read_store(tmp_path / "log").events
+    assert [(row.item, row.live) for row in rows] == [(1001, 0), (1002, 0), (1003, 1)], "y has two, which x has not"
+    with Recommender.load(tmp_path / "y", log_dir=tmp_path / "log") as recommender:
+        refresh(tmp_path / "y", tmp_path / "log", tmp_path / "z")
+    Recommender.load(tmp_path / "z", log_dir=tmp_path / "log").close()
+    assert [row.item for row in read_store(tmp_path / "log").events] == [1003], "the others are in both y and z"
 
 
 def test_events_of_one_time_are_kept_when_the_next_export_has_only_the_first(tmp_path):
@@ -537,7 +543,7 @@ def test_a_running_services_log_can_be_refreshed_from_again_and_again(tmp_path):
     assert [found[user].row["events"] for user in (3, 4, 5, 70)] == [answer.events for answer in alive]
 
 
-def test_the_log_before_a_change_of_exports_is_kept(tmp_path):
+def test_what_the_export_before_lacked_is_kept(tmp_path):
     _log, last = log_export(tmp_path)
     with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
         recommender.append([1, 2], [1001, 1002], [last + 1, last + 2])
@@ -545,8 +551,8 @@ def test_the_log_before_a_change_of_exports_is_kept(tmp_path):
     refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
     for _ in range(2):  # a restart leaves it alone
         Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
-        (record,) = read_log(tmp_path / "log", OLD_FILE).records
-        assert record == {"events": [[1, 1001, last + 1], [2, 1002, last + 2]]}
+        rows = read_store(tmp_path / "log").events
+        assert [row[1:4] for row in rows if not row.live] == [(1, 1001, last + 1), (2, 1002, last + 2)]
     with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:  # back to the export before
         assert recommender.recommend([1, 2], last + DAY, 5) == before
 
@@ -574,53 +580,40 @@ def test_going_back_and_forth_between_exports_loses_nothing(tmp_path):
     assert len(counts_seen) == 1
 
 
-def test_a_damaged_log_of_before_does_not_keep_the_service_from_starting(tmp_path):
-    _log, last = log_export(tmp_path)
-    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
-        recommender.append([1], [1001], [last + 1])
-    refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
-    Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
-    (tmp_path / "log" / OLD_FILE).write_bytes(b"no log")
-    with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
-        assert recommender.info()["recent_events"] == 0
-
-
-def test_an_old_log_keeps_nothing_of_forgotten_users(tmp_path):
+def test_nothing_of_forgotten_users_is_kept_for_the_export_before(tmp_path):
     _log, last = log_export(tmp_path)
     with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
         recommender.append([1, 2], [1001, 1002], [last + 1, last + 2])
     refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
     with Recommender.load(tmp_path / "y", log_dir=tmp_path / "log") as recommender:
-        assert (tmp_path / "log" / OLD_FILE).exists()
+        assert len(traces(tmp_path / "log", [last + 1])) == 1
         recommender.forget([1])
-    (tmp_path / "log" / f".{OLD_FILE}.new").write_bytes(b"1001")  # of a start that was stopped
     Recommender.load(tmp_path / "y", log_dir=tmp_path / "log").close()
-    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [LOG_FILE, OLD_FILE, LOCK_FILE]
-    assert not any(b"1001" in (tmp_path / "log" / name).read_bytes() for name in (LOG_FILE, OLD_FILE))
-    assert b"1002" in (tmp_path / "log" / OLD_FILE).read_bytes(), "the others' events are still there to go back to"
+    assert sorted(path.name for path in (tmp_path / "log").iterdir()) == [MARK_FILE, STORE_FILE]
+    assert not traces(tmp_path / "log", [last + 1])
+    assert traces(tmp_path / "log", [last + 2]), "the others' events are still there to go back to"
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-@pytest.mark.parametrize("stop", range(3))
+@pytest.mark.parametrize("stop", ["DELETE FROM", "INSERT INTO state", "COMMIT", "VACUUM", "PRAGMA wal_checkpoint"])
 def test_a_start_that_is_stopped_loses_nothing_and_keeps_nobody(tmp_path, monkeypatch, forgets, stop):
-    """There and back again, each start stopped at every write to the logs."""
+    """There and back again, each start stopped at every step of writing the store anew."""
     _log, last = log_export(tmp_path)
     with Recommender.load(tmp_path / "x", log_dir=tmp_path / "log") as recommender:
-        recommender.append([1, 2, 3], [1001, 1002, 1003], [last + 1] * 3)
+        recommender.append([1, 2, 3], [1001, 1002, 1003], [last + 1, last + 1, last + 3])
     refresh(tmp_path / "x", tmp_path / "log", tmp_path / "y")
 
+    class Stopped(sqlite3.Connection):
+        def execute(self, sql, *values):
+            if sql.startswith(stop):
+                raise KeyboardInterrupt
+            return super().execute(sql, *values)
+
     def start(export):
-        with monkeypatch.context() as patch, contextlib.suppress(OSError):
-            replace, done = os.replace, []
-
-            def stopped(*paths):
-                if len(done) == stop:
-                    raise OSError("stopped")
-                done.append(paths)
-                replace(*paths)
-
-            patch.setattr(os, "replace", stopped)
-            Recommender.load(tmp_path / export, log_dir=tmp_path / "log").close()
+        with monkeypatch.context() as patch:
+            patch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=Stopped))
+            with pytest.raises(KeyboardInterrupt):
+                Recommender.load(tmp_path / export, log_dir=tmp_path / "log")
         return Recommender.load(tmp_path / export, log_dir=tmp_path / "log")
 
     with start("y") as recommender:
@@ -631,8 +624,7 @@ def test_a_start_that_is_stopped_loses_nothing_and_keeps_nobody(tmp_path, monkey
     with start("x") as recommender:
         recent = {user: [event.item_id for event in held.raw] for user, held in recommender.users.recent.items()}
     assert recent == {1: [1001], 2: [1002, 1004], **({} if forgets else {3: [1003]})}
-    if forgets:
-        assert not any(b"1003" in path.read_bytes() for path in (tmp_path / "log").iterdir())
+    assert bool(traces(tmp_path / "log", [last + 3])) != forgets
 
 
 def test_a_log_of_other_ids_is_refused(tmp_path):
@@ -747,8 +739,8 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path):
         if line.endswith("\n") and len(line.split()) == 2:
             number, n = map(int, line.split())
             acknowledged[number] = n
-    with open(tmp_path / "x.log" / LOG_FILE, "ab") as file:  # what the kernel had not got yet
-        file.write(b"\x40\x00\x00\x00half")
+    with open(tmp_path / "x.log" / f"{STORE_FILE}-wal", "ab") as file:  # a commit that was not finished
+        file.write(b"\x00\x00\x00\x01half")
     with Recommender.load(tmp_path / "x") as recommender:
         assert sum(acknowledged.values()) >= 60
         for number, n in acknowledged.items():
@@ -757,54 +749,8 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path):
                 assert times == list(range(1, len(times) + 1))
                 assert n <= len(times) <= n + 1
         recommender.append([1], [1001], [last + 10**6])
-    with Recommender.load(tmp_path / "x") as recommender:  # the cut log goes on
+    with Recommender.load(tmp_path / "x") as recommender:  # it goes on
         assert recommender.users.recent[1].raw[-1].timestamp == last + 10**6
-
-
-def test_damage_inside_the_log_is_not_passed_over(tmp_path):
-    _, last = log_export(tmp_path)
-    with Recommender.load(tmp_path / "x") as recommender:
-        for n in range(5):
-            recommender.append([1], [1001], [last + n])
-    path = tmp_path / "x.log" / LOG_FILE
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    for at, fine in ((first, False), (first + 5, False), (first + 20, False), (len(whole) - 3, True)):
-        data = bytearray(whole)
-        data[at] ^= 0x10
-        path.write_bytes(data)
-        if fine:  # the last record: it may have been torn
-            assert len(read_log(path.parent).records) == 4
-        else:
-            with pytest.raises(ExportError, match=f"record at byte {first} of {len(whole)} is damaged"):
-                Recommender.load(tmp_path / "x")
-    path.write_bytes(whole + bytes(5000))
-    with Recommender.load(tmp_path / "x") as recommender:
-        assert recommender.info()["recent_events"] == 5
-    path.write_bytes(b"what is this")
-    with pytest.raises(ExportError, match="not an append log"):
-        Recommender.load(tmp_path / "x")
-
-
-def test_a_full_disk_takes_nothing(tmp_path, monkeypatch):
-    _, last = log_export(tmp_path)
-    with Recommender.load(tmp_path / "x") as recommender:
-        recommender.append([1], [1001], [last])
-        real = os.pwrite
-
-        def full(file, data, at):
-            if len(data) > 10:
-                return real(file, data[:10], at)
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(append_log.os, "pwrite", full)
-        with pytest.raises(ExportError, match="nothing was appended: No space left on device"):
-            recommender.append([1], [1002], [last])
-        monkeypatch.undo()
-        recommender.append([1], [1003], [last])
-        assert [event.item_id for event in recommender.users.recent[1].raw] == [1001, 1003]
-    with Recommender.load(tmp_path / "x") as recommender:
-        assert [event.item_id for event in recommender.users.recent[1].raw] == [1001, 1003]
 
 
 # --- damaged exports -------------------------------------------------------------------------------------------------
@@ -813,12 +759,13 @@ def test_a_full_disk_takes_nothing(tmp_path, monkeypatch):
 def change_manifest(path, files=None, **changes):
     plain = json.loads((path / MANIFEST).read_text())
     plain["files"].update(files or {})
-    (path / MANIFEST).write_text(json.dumps(plain | changes))
+    del plain[CHECKSUM]
+    (path / MANIFEST).write_text(sealed(plain | changes))
 
 
 def test_an_export_of_another_version(export):
     change_manifest(export, version=1)
-    with pytest.raises(ExportError, match="export of version 1, this software reads version 2"):
+    with pytest.raises(ExportError, match="version 1, this software reads version 3; export again"):
         Recommender.load(export)
 
 
@@ -827,13 +774,17 @@ def test_something_that_is_no_export(tmp_path):
         Recommender.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["users/part-00001.parquet", "tables.safetensors", "states/part-00000.bin", INDEX])
+@pytest.mark.parametrize(
+    "name", ["users/part-00001.parquet", "items/part-00000.parquet", "tables.safetensors", "encoder.safetensors", INDEX]
+)
 def test_damaged_files_are_found_by_their_checksums(export, name):
     data = bytearray((export / name).read_bytes())
-    data[len(data) // 2] ^= 1
+    data[40] ^= 1
     (export / name).write_bytes(data)
-    with pytest.raises(ExportError, match=f"{name} has another checksum"):
-        Recommender.load(export, verify="checksums")
+    with pytest.raises(ExportError, match=f"{name}(: damaged| has another checksum)"):
+        Recommender.load(export)
+    with pytest.raises(ExportError, match=f"{name}(: damaged| has another checksum)"):
+        Bundle.open(export).check()
     (export / name).write_bytes(data[:-1])
     with pytest.raises(ExportError, match=f"{name} has {len(data) - 1} bytes where the manifest says {len(data)}"):
         Recommender.load(export)

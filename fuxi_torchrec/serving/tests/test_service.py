@@ -1,7 +1,6 @@
 """The service: what it answers, what it refuses, and how it works on many requests at once."""
 
 import asyncio
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.http.service import create_app
 from fuxi_torchrec.serving.options import Limits
 from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.tests.disks import failing_commits
 from fuxi_torchrec.serving.tests.random_export import DAY, DemoExport, write_demo_export
 
 DEMO = DemoExport(items=30, users=10)
@@ -151,25 +151,34 @@ def test_no_body_is_read_without_the_token(recommender, path, status):
 def test_the_command_bounds_connections_and_events(export, tmp_path, monkeypatch):
     from pipelines import serve
 
-    def run(app, **options):
-        ran.append(options["limit_concurrency"])
+    def run(app, bound, limits, stop_seconds):
+        bound.close()
+        ran.append((limits.max_connections, limits.header_seconds, stop_seconds))
         with TestClient(app) as client:
             assert "fuxi_max_recent_events 7.0" in client.get("/metrics").text
 
     ran = []
-    monkeypatch.setattr("uvicorn.run", run)
-    arguments = ["--export", str(export), "--log-dir", str(tmp_path / "log"), "--max-recent-events", "7"]
-    assert serve.main(arguments) == serve.main([*arguments, "--max-connections", "5"]) == 0
-    assert ran == [1024, 5]
+    monkeypatch.setattr("fuxi_torchrec.serving.http.server.run", run)
+    arguments = ["--export", str(export), "--port", "0", "--log-dir", str(tmp_path / "log"), "--max-recent-events", "7"]
+    others = ["--max-connections", "5", "--header-seconds", "2", "--stop-seconds", "3"]
+    assert serve.main(arguments) == serve.main([*arguments, *others]) == 0
+    assert ran == [(1024, 10.0, 10), (5, 2.0, 3)]
 
 
-def test_a_disk_that_failed_is_bad_health(client, monkeypatch):
-    def fail(_file):
-        raise OSError(5, "Input/output error")
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "json"])
+def test_a_body_must_say_that_it_is_json(client, kind):
+    headers = {"Content-Type": kind} if kind else {}
+    answer = client.post("/recommend", content=b'{"user_id": 3}', headers=headers)
+    assert answer.status_code == 415
+    assert "with the header Content-Type: application/json" in answer.json()["detail"]
+    assert (kind or "no Content-Type") in answer.json()["detail"]
+    said = {"Content-Type": "Application/JSON; charset=utf-8"}
+    assert client.post("/recommend", content=b'{"user_id": 3}', headers=said).status_code == 200
 
+
+def test_a_disk_that_failed_is_bad_health(client, recommender):
     event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", fail)
+    with failing_commits(recommender, "SQLITE_IOERR_FSYNC"):
         assert client.post("/append", json={"events": [event]}).status_code == 503
     health = client.get("/health")
     assert health.status_code == 503 and "nothing can be appended until a restart" in health.json()["detail"]
@@ -208,14 +217,10 @@ def test_metrics_tell_what_happened(client):
         assert line in text, line
 
 
-def test_a_disk_that_fails_is_said(client, recommender, monkeypatch):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("fuxi_torchrec.serving.append_log.os.pwrite", full)
+def test_a_disk_that_is_full_is_said(client, recommender):
     event = {"user_id": 1, "item_id": 1001, "timestamp": as_of(client) + DAY}
-    assert client.post("/append", json={"events": [event]}).status_code == 503
-    monkeypatch.undo()
+    with failing_commits(recommender, "SQLITE_FULL"):
+        assert client.post("/append", json={"events": [event]}).status_code == 503
     assert client.post("/append", json={"events": [event]}).json()["accepted"] == 1
 
 
@@ -250,6 +255,29 @@ def test_features_may_have_any_name(tmp_path):
         event["features"] = {"feature_1": [1]}
         refused = client.post("/append", json={"events": [event]})
         assert refused.status_code == 422 and "features.feature_1" in refused.json()["detail"]
+
+
+def test_features_that_the_recommender_refuses_are_refused_here_too(tmp_path):
+    features = (Feature("action"), Feature("tags", multiple=True, pooling="sum"), Feature("surface"))
+    write_demo_export(tmp_path / "x", DemoExport(items=30, users=5, features=features, text_features=("surface",)))
+    recommender = Recommender.load(tmp_path / "x")
+    rows, refused = recommender.feature_rows, 0
+    assert rows.keys() == {"action", "tags"}
+    with TestClient(create_app(recommender)) as client:
+        when = as_of(client)
+        for name in ("action", "tags", "surface", "other"):
+            most = rows.get(name, 10) - 1
+            for value in (0, most, most + 1, -1, True, 1.5, "", "seen", "never seen", [], [1, most], [most + 1], ["x"]):
+                event = {"user_id": 3, "item_id": 1001, "timestamp": when, "features": {name: value}}
+                try:
+                    recommender.append([3], [1001], [when], features=[{name: value}])
+                    status = 200
+                except ValueError:
+                    status, refused = 422, refused + 1
+                answer = client.post("/append", json={"events": [event]})
+                assert answer.status_code == status, (name, value, answer.text)
+                assert status == 200 or f"features.{name}" in answer.json()["detail"]
+    assert 0 < refused < 52
 
 
 # --- batching --------------------------------------------------------------------------------------------------------

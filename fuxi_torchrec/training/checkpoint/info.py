@@ -1,6 +1,7 @@
 """Which checkpoints a run has, and what one says of itself: ``checkpoint.json``, and the checksums of its files."""
 
 import json
+import zlib
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 from fuxi_torchrec import __version__
 from fuxi_torchrec.artifacts import crc32_of, write_atomically
 from fuxi_torchrec.data.schedule import Position
+from fuxi_torchrec.schema import Record, read_json
 
 FORMAT = 2
 INFO = "checkpoint.json"
-LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
+LATEST, BEST = "latest", "best"  # files with the name of a checkpoint, and its checksum
 _DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
 
 
@@ -20,7 +22,7 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Progress:
+class Progress(Record):
     """Where a run stands, beside its tensors."""
 
     step: int = 0  # steps trained
@@ -47,7 +49,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Record):
     """What a checkpoint belongs to."""
 
     dataset: str  # fingerprint
@@ -74,7 +76,7 @@ class Identity:
 
 
 @dataclass(frozen=True)
-class Info:
+class Info(Record):
     """What ``checkpoint.json`` says."""
 
     progress: Progress
@@ -112,11 +114,23 @@ def named(directory: Path, which: str) -> Path | None:
         return path if (path / INFO).exists() else None
     pointer = directory / which
     if pointer.exists():
-        path = directory / (pointer.read_text().strip() or "none")
+        name = pointer.read_bytes().split(b" ")[0].decode(errors="replace")
+        if pointer.read_bytes() != _pointer(name).encode():
+            raise CheckpointError(f"{pointer}: damaged: remove it, or give the number of a step")
+        path = directory / name
         if path.is_dir():  # complete when it was named: if it no longer is, it is damaged
             return path
     there = complete(directory)
     return there[-1] if which == LATEST and there else None
+
+
+def point(directory: Path, which: str, checkpoint: Path) -> None:
+    """Name a checkpoint ``latest`` or ``best``."""
+    write_atomically(directory / which, _pointer(checkpoint.name))
+
+
+def _pointer(name: str) -> str:
+    return f"{name} {zlib.crc32(name.encode()):08x}\n"
 
 
 def find_checkpoint(directory: Path, which: str | None = None) -> Path:
@@ -137,15 +151,10 @@ def read_info(path: Path) -> Info:
     if not where.exists():
         raise CheckpointError(f"{where} is missing: {_reason(path)}")
     try:
-        plain = json.loads(where.read_text())
-        if plain["format"] != FORMAT:
-            raise CheckpointError(f"{where}: format {plain['format']}, this software reads {FORMAT}")
-        plain["progress"]["position"] = Position(**plain["progress"]["position"])
-        plain["progress"], plain["identity"] = Progress(**plain["progress"]), Identity(**plain["identity"])
-        plain["files"] = {name: tuple(value) for name, value in plain["files"].items()}
-        return Info(**plain)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{where}: not a readable checkpoint description: {error!r}; {_DAMAGED}") from None
+        text = where.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror}; {_DAMAGED}") from None
+    return read_json(Info, text, where, CheckpointError, _DAMAGED, version=("format", FORMAT))
 
 
 def _reason(path: Path) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from fuxi_torchrec.artifacts import crc32_of, write_atomically
+from fuxi_torchrec.artifacts import crc32_of
 from fuxi_torchrec.distributed import World, raise_on_all_ranks
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import clipped
@@ -31,6 +31,7 @@ from fuxi_torchrec.training.checkpoint.info import (
     check_file,
     complete,
     named,
+    point,
     read_info,
     step_name,
 )
@@ -66,7 +67,7 @@ class Checkpoints:
                     if final.exists():
                         shutil.rmtree(final)
                     os.replace(partial, final)
-                    write_atomically(self.directory / LATEST, name + "\n")
+                    point(self.directory, LATEST, final)
                     if best:
                         self.point_to_best(final)
                     self._prune()
@@ -89,7 +90,7 @@ class Checkpoints:
     def point_to_best(self, checkpoint: Path) -> None:
         """Note which one is the best; call it on one rank."""
         if named(self.directory, BEST) != checkpoint:
-            write_atomically(self.directory / BEST, checkpoint.name + "\n")
+            point(self.directory, BEST, checkpoint)
 
     def _checksums(self, partial: Path, group: dist.ProcessGroup | None) -> dict[str, tuple[int, int]]:
         """Sizes and checksums of all files, each rank reading its own."""

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from fuxi_torchrec.training.checkpoint.info import Progress
+import pytest
+
+from fuxi_torchrec.training.checkpoint.info import CheckpointError, Progress, named, point
 
 
 def test_the_best_validation_is_kept_and_the_worse_ones_since_are_counted():
@@ -15,3 +17,18 @@ def test_the_best_validation_is_kept_and_the_worse_ones_since_are_counted():
     assert (better.best_metric, better.best_step, better.validations_since_best) == (0.3, 40, 0)
     other = replace(better, step=50).without_best().validated(0.1, "hr@10")
     assert (other.best_metric, other.best_step, other.best_of) == (0.1, 50, "hr@10")
+
+
+@pytest.mark.parametrize("which", ["latest", "best"])
+def test_a_flipped_bit_never_names_another_checkpoint(tmp_path, which):
+    for step in range(10):
+        (tmp_path / f"step-00000000{step}").mkdir()
+    point(tmp_path, which, tmp_path / "step-000000006")
+    assert named(tmp_path, which) == tmp_path / "step-000000006"
+    written = (tmp_path / which).read_bytes()
+    for bit in range(8 * len(written)):
+        damaged = bytearray(written)
+        damaged[bit // 8] ^= 1 << bit % 8
+        (tmp_path / which).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=rf"{which}: damaged: remove it"):
+            named(tmp_path, which)

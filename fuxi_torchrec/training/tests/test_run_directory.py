@@ -200,7 +200,7 @@ def test_the_fingerprint_is_of_which_items_are_known():
 
 def test_items_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / ITEMS).write_bytes(b"PAR1 nonsense")
-    with pytest.raises(DataError, match=r"items\.parquet: not readable"):
+    with pytest.raises(DataError, match=r"items\.parquet: damaged.*put a copy in its place"):
         RunDirectory(tmp_path).read_items()
 
 

@@ -1,0 +1,42 @@
+"""The demo: nothing that it started is left when it was stopped, at any moment."""
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from fuxi_torchrec.processes import strike
+from integration_tests.launches import all_end, marked, until
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("logs/3-train.log", signal.SIGKILL),  # TorchX starts
+        ("run/metrics.jsonl", signal.SIGTERM),
+        ("logs/5-evaluate.log", signal.SIGKILL),
+        ("run/metrics.jsonl", signal.SIGINT),
+    ],
+)
+def test_nothing_outlives_a_demo_that_was_stopped(tmp_path, moment, number):
+    mark, log = uuid.uuid4().hex, tmp_path / "said"
+    command = [sys.executable, "-m", "pipelines.demo", "--users", "60", "--directory", str(tmp_path / "demo")]
+    with log.open("w") as file:
+        environment = {**os.environ, "MARK": mark}
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+    try:
+        until((tmp_path / "demo" / moment).exists, process, log, 300)
+        process.send_signal(number)
+        process.wait(60)
+        all_end(mark)
+    finally:
+        process.kill()
+        strike(marked(mark))
+    assert "[3/8] train on two ranks\n  $ torchx run dist.ddp -j 1x2 -m pipelines.train -- " in log.read_text()
