@@ -122,7 +122,7 @@ class Mamba4RecEncoder(RecurrentEncoder):
         return Mamba4RecBlock(self.config)
 
     @classmethod
-    def released_settings(cls, layer: ReleasedLayer, dim: int) -> dict[str, Any]:
+    def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
         channels, states = layer["mamba.A_log"].shape
         if channels % dim:
             raise ValueError(f"{layer.prefix}mamba.A_log has {channels} channels, not a multiple of {dim}")

@@ -115,7 +115,7 @@ class RecBLREncoder(RecurrentEncoder):
         return RecBLRBlock(self.config)
 
     @classmethod
-    def released_settings(cls, layer: ReleasedLayer, dim: int) -> dict[str, Any]:
+    def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
         width = len(layer["behavior_modeling.Lambda"])
         if width % dim:
             raise ValueError(f"{layer.prefix}behavior_modeling.Lambda has {width} values, not a multiple of {dim}")

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from fuxi_torchrec.encoders.base import check_positive
+
 POSITIONS = "_input_features_preproc._pos_emb.weight"
 
 Names = Mapping[str, str | tuple[str, ...]]
@@ -13,9 +15,14 @@ Names = Mapping[str, str | tuple[str, ...]]
 class ReleasedLayer:
     """Released parameters of one layer, by their names in it."""
 
-    def __init__(self, prefix: str, params: Mapping[str, Tensor]) -> None:
-        self.prefix = prefix
-        self.params = {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+    def __init__(self, prefixes: tuple[str, ...], params: Mapping[str, Tensor]) -> None:
+        self.prefix = prefixes[0]
+        self.params = {
+            name.removeprefix(prefix): value
+            for prefix in prefixes
+            for name, value in params.items()
+            if name.startswith(prefix)
+        }
 
     def __contains__(self, name: str) -> bool:
         return name in self.params
@@ -26,6 +33,14 @@ class ReleasedLayer:
                 f"params has no {self.prefix + name!r}: not the parameters of this model, or of another version"
             )
         return self.params[name]
+
+    def per_head(self, num_heads: int, **widths: int) -> dict[str, int]:
+        """Widths of all heads together, as those of one."""
+        check_positive("num_heads", num_heads)
+        for name, width in widths.items():
+            if width < 1 or width % num_heads:
+                raise ValueError(f"{self.prefix}: {name} of all heads is {width}, not a multiple of {num_heads} heads")
+        return {name: width // num_heads for name, width in widths.items()}
 
     @torch.no_grad()
     def copy_to(self, block: nn.Module, names: Names) -> None:
@@ -44,13 +59,14 @@ class ReleasedLayer:
             raise ValueError(f"params has {self.prefix + extra[0]!r}, which this model does not have")
 
 
-def released_layers(params: Mapping[str, Tensor], prefix: str) -> list[ReleasedLayer]:
-    """The layers, in their order."""
-    numbers = {name.removeprefix(prefix).partition(".")[0] for name in params if name.startswith(prefix)}
+def released_layers(params: Mapping[str, Tensor], prefixes: str | tuple[str, ...]) -> list[ReleasedLayer]:
+    """The layers, in their order; a layer may have parameters below several prefixes."""
+    prefixes = (prefixes,) if isinstance(prefixes, str) else prefixes
+    numbers = {name.removeprefix(prefixes[0]).partition(".")[0] for name in params if name.startswith(prefixes[0])}
     if not numbers or POSITIONS not in params:
-        missing = POSITIONS if numbers else f"{prefix}0."
+        missing = POSITIONS if numbers else f"{prefixes[0]}0."
         raise ValueError(f"params has no {missing!r}: not the parameters of this model, or of another version")
-    return [ReleasedLayer(f"{prefix}{number}.", params) for number in range(len(numbers))]
+    return [ReleasedLayer(tuple(f"{p}{number}." for p in prefixes), params) for number in range(len(numbers))]
 
 
 def linear_names(**modules: str) -> dict[str, str]:

@@ -134,5 +134,5 @@ class RetNetEncoder(RecurrentEncoder):
         return rms_norm(x_TD) * self.norm
 
     @classmethod
-    def released_settings(cls, layer: ReleasedLayer, dim: int) -> dict[str, Any]:
+    def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
         return {"ffn_dim": len(layer["ffn.fc1.weight"])}

@@ -151,6 +151,7 @@ class StackEncoder(SequenceEncoder):
 
     Attributes:
         scalars: parameters of more than one dimension that are not decayed, by the end of their names.
+        tables: parameters that are looked up, beside the positions, by the end of their names.
         released_prefix: of the names of a layer's released parameters.
         released_names: of a block's parameters, by ours; several are stacked.
         released_after: of the encoder's own parameters beside the positions, by ours.
@@ -158,7 +159,8 @@ class StackEncoder(SequenceEncoder):
 
     config: StackConfig
     scalars: ClassVar[tuple[str, ...]] = ()
-    released_prefix: ClassVar[str]
+    tables: ClassVar[tuple[str, ...]] = ()
+    released_prefix: ClassVar[str | tuple[str, ...]]
     released_names: ClassVar[Names]
     released_after: ClassVar[Mapping[str, str]] = {}
 
@@ -209,7 +211,7 @@ class StackEncoder(SequenceEncoder):
         return self.finish(rows)
 
     @classmethod
-    def released_settings(cls, layer: ReleasedLayer, dim: int) -> dict[str, Any]:
+    def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
         """What the shapes of a layer's released parameters tell of the configuration."""
         return {}
 
@@ -219,10 +221,12 @@ class StackEncoder(SequenceEncoder):
         layers = released_layers(params, cls.released_prefix)
         rows, dim = params[POSITIONS].shape
         told: dict[str, Any] = {"dim": dim, "num_layers": len(layers), "max_positions": rows}
-        config = cls.config_class(**told, **cls.released_settings(layers[0], dim), **unknown)
+        config = cls.config_class(
+            **told, **cls.released_settings(layers[0], dim, unknown.get("num_heads", 1)), **unknown
+        )
         encoder = cls(cast(StackConfig, config))
         for block, layer in zip(encoder.blocks, layers, strict=True):
-            layer.copy_to(block, cls.released_names)
+            layer.copy_to(block, encoder.released_names)
         own = dict(encoder.named_parameters(recurse=False))
         for name, released in {"positions": POSITIONS, **cls.released_after}.items():
             if released not in params:
@@ -232,13 +236,15 @@ class StackEncoder(SequenceEncoder):
         return encoder
 
     def optimizer_groups(self) -> ParameterGroups:
-        """The table of positions is a table; vectors, and what ``scalars`` names, are scalars."""
-        matrices, scalars = list[nn.Parameter](), list[nn.Parameter]()
+        """Tables are what ``tables`` names and the positions; vectors, and what ``scalars`` names, are scalars."""
+        groups = ParameterGroups([], [self.positions], [])
         for name, parameter in self.named_parameters():
-            if parameter is not self.positions:
+            if name.endswith(self.tables):
+                groups.tables.append(parameter)
+            elif parameter is not self.positions:
                 scalar = parameter.ndim < 2 or name.endswith(self.scalars)
-                (scalars if scalar else matrices).append(parameter)
-        return ParameterGroups(matrices, [self.positions], scalars)
+                (groups.scalars if scalar else groups.matrices).append(parameter)
+        return groups
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

@@ -152,7 +152,7 @@ class TiM4RecEncoder(StackEncoder):
         return TiM4RecBlock(self.config)
 
     @classmethod
-    def released_settings(cls, layer: ReleasedLayer, dim: int) -> dict[str, Any]:
+    def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
         channels, heads = layer["ssd.out_proj.weight"].shape[1], len(layer["ssd.A_log"])
         states = (len(layer["ssd.in_proj.weight"]) - 2 * channels - heads) // 2
         if channels % dim:

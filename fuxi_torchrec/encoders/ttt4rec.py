@@ -287,7 +287,7 @@ class TTT4RecEncoder(RecurrentEncoder):
         return rms_norm(x_TD) * self.norm
 
     @classmethod
-    def released_settings(cls, layer: ReleasedLayer, dim: int) -> dict[str, Any]:
+    def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
         return {
             "inner": "mlp" if "seq_modeling_block.W2" in layer else "linear",
             "mini_batch": len(layer["seq_modeling_block.learnable_token_idx"]),

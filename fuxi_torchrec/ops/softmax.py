@@ -58,7 +58,8 @@ class _Softmax(torch.autograd.Function):
                 largest[query] = above
                 total[query].mul_(less).add_(weights.sum(3, keepdim=True))
                 y[query] *= less
-                add_product(y[query], *dropped.apply(weights), v[key])
+                (weights,) = dropped.apply(weights)
+                add_product(y[query], weights, v[key])
         y.div_(total)
         log_sum = total.log_().add_(largest)
         y_THV = chunks.join(y)

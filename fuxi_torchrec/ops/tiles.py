@@ -242,9 +242,7 @@ class _Relative(torch.autograd.Function):
     def backward(ctx: Any, grad_position_TW: Tensor, grad_time_TW: Tensor) -> tuple[Tensor | None, ...]:
         v_TW, position_P, time_P, time_T, next_T = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
-        v, d_position, d_time = (
-            chunks.cut(x.unsqueeze(1)).squeeze(1) for x in (v_TW, grad_position_TW, grad_time_TW)
-        )
+        v, d_position, d_time = (chunks.cut(x.unsqueeze(1)).squeeze(1) for x in (v_TW, grad_position_TW, grad_time_TW))
         time, clocks, mask = TimeMap(ctx.kind, time_P), _Clocks(time_T, next_T, chunks), causal(chunks, v)
         dv, grad_position_P, grad_time_P = torch.zeros_like(v), torch.zeros_like(position_P), torch.zeros_like(time_P)
         for distance in range(len(chunks.active)):

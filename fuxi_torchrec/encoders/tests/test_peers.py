@@ -172,9 +172,13 @@ def in_released_names(encoder):
             given = encoder.released_names[name]
             given = (given,) if isinstance(given, str) else given
             for new, part in zip(given, parameter.chunk(len(given)), strict=True):
-                part = part.unsqueeze(1) if "conv1d" in new and part.ndim == 2 else part
+                if "conv1d" in new and part.ndim == 2:
+                    part = part.unsqueeze(2 if "_conv1d" in new else 1)
                 part = part.unsqueeze(1) if "ttt_lr" in new else part
-                params[f"{encoder.released_prefix}{number}.{new}"] = part
+                prefix = encoder.released_prefix
+                if isinstance(prefix, tuple):  # attention and feed-forward layers
+                    prefix = prefix["_conv1d" in new]
+                params[f"{prefix}{number}.{new}"] = part
     return params
 
 
