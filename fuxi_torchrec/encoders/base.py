@@ -174,14 +174,14 @@ class SequenceEncoder(nn.Module):
 
         Rows, offsets and timestamps of the new events are as in :meth:`forward`.
         """
-        checks.state(self, state, state.rows, self._like)
+        checks.state(self, state, self._like)
         checks.batch(self.config, self._like, x, offsets, timestamps, validate, state=state)
         return state.appended(x, offsets.to(x.device), timestamps) if len(x) else state
 
     @torch.no_grad()
     def query(self, state: Any, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
         """Each user at a request time: (B, D), zero for users without events. The state is unchanged."""
-        checks.state(self, state, state.rows, self._like)
+        checks.state(self, state, self._like)
         checks.requests(request_timestamps, len(state), self._like.device, validate)
         parts = [self._last_outputs(state, request_timestamps, *users) for users in state.batches(_QUERY_EVENTS)]
         return torch.cat([state.rows.new_zeros(0, self.config.dim), *parts])

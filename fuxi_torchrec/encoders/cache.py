@@ -101,6 +101,10 @@ class CachedState:
         return len(self.histories)
 
     @property
+    def sample(self) -> Tensor:
+        return self.pending
+
+    @property
     def nbytes(self) -> int:
         """Room to grow included; what users share is counted for each."""
         return sum(t.nbytes for t in self._tensors()) + sum(history.nbytes for history in self.histories)

@@ -96,7 +96,7 @@ class CachedEncoder(StackEncoder):
     def append(
         self, state: CachedState, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
     ) -> CachedState:
-        checks.state(self, state, state.pending, self.positions)
+        checks.state(self, state, self.positions)
         bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, state=state)
         if not len(x):
             return state
@@ -114,7 +114,7 @@ class CachedEncoder(StackEncoder):
 
     @torch.no_grad()
     def query(self, state: CachedState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
-        checks.state(self, state, state.pending, self.positions)
+        checks.state(self, state, self.positions)
         checks.requests(request_timestamps, len(state), self.positions.device, validate)
         return self._answer(state, request_timestamps)
 

@@ -24,6 +24,7 @@ class States(Protocol):
         fingerprint: of the configuration they belong to.
         count: (B,) int64, events seen.
         last_time: (B,) int64, of the last event; 0 without events.
+        sample: any tensor of the encoder's precision.
     """
 
     @property
@@ -32,6 +33,8 @@ class States(Protocol):
     def count(self) -> Tensor: ...
     @property
     def last_time(self) -> Tensor: ...
+    @property
+    def sample(self) -> Tensor: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -84,6 +87,10 @@ class EncoderState:
     @property
     def last_time(self) -> Tensor:
         return self.pending_time
+
+    @property
+    def sample(self) -> Tensor:
+        return self.pending
 
     @property
     def nbytes(self) -> int:
@@ -211,6 +218,10 @@ class GrowingState:
     def last_time(self) -> Tensor:
         padded = torch.cat((self.times.new_zeros(1), self.times))
         return torch.where(self.count > 0, padded[self.bounds[1:]], 0)
+
+    @property
+    def sample(self) -> Tensor:
+        return self.rows
 
     @property
     def nbytes(self) -> int:

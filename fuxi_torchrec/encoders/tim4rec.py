@@ -8,6 +8,7 @@ Every output depends on all times of its user, later ones and the request's incl
 no state that takes a new event: a user is encoded from its events at every query, and has at most N − 1 of them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -87,8 +88,7 @@ class TiM4RecBlock(nn.Module):
             assert parameter is not None
             nn.init.uniform_(parameter, -0.5, 0.5)
         # softplus⁻¹ of steps between .001 and .1
-        low, high = torch.log(torch.tensor([1e-3, 0.1])).tolist()
-        steps = torch.empty(self.heads).uniform_(low, high).exp()
+        steps = torch.empty(self.heads).uniform_(math.log(1e-3), math.log(0.1)).exp()
         with torch.no_grad():
             self.step_bias.copy_(steps + torch.log(-torch.expm1(-steps)))
 

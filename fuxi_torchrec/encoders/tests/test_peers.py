@@ -182,11 +182,15 @@ def in_released_names(encoder):
     return params
 
 
+# around the sizes of chunks, 32, 64 and 128, and beyond max_positions where a model can
+CHUNKS = {kind: [0, 1, 127, 128, 129, 700] for kind in ("sasrec", "hstu", "fuxi_alpha", "fuxi_beta")}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_gradients_equal_those_of_the_definition(kind):
     encoder = small(kind)
     plain = copy.deepcopy(encoder)
-    x, offsets, times, request = histories([0, 1, 31, 33, 70])
+    x, offsets, times, request = histories(CHUNKS.get(kind, [0, 1, 31, 32, 33, 63, 64, 65, 130]))
     weights = torch.randn(len(x), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     own, heads = x.clone().requires_grad_(), HEADS.get(kind, {}).get("num_heads", 1)
     y = encoder(x.requires_grad_(), offsets, times, request)
@@ -210,3 +214,60 @@ def test_no_events_at_all_still_reach_every_parameter(kind):
     y.sum().backward()
     assert all(parameter.grad is not None for parameter in encoder.parameters())
     assert not encoder.query(encoder.init_state(2), torch.tensor([1, 2])).any()
+
+
+# --- sizes -----------------------------------------------------------------------------------------------------------
+
+SETS = {"kuairand": {}, "ml20m": {"dim": 256, "num_layers": 8, "max_positions": 211}}
+COUNTS = {  # as published, without the table of positions
+    "sasrec": (791_040, 6_309_888),
+    "hstu": (926_808, 7_346_480),
+    "fuxi_alpha": (992_344, 7_870_768),
+    "fuxi_beta": (926_300, 7_345_464),
+    "retnet": (918_656, 7_344_384),
+    "mamba4rec": (1_043_968, 7_911_424),
+    "tim4rec": (9_562_238, 8_283_190),
+    "recblr": (860_672, 6_850_560),
+    "ttt4rec": (991_120, 7_379_776),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_as_many_as_published(kind):
+    for (name, sizes), wanted in zip(SETS.items(), COUNTS[kind], strict=True):
+        heads = {"num_heads": 8} if name == "ml20m" and kind in HEADS else {}
+        with torch.device("meta"):
+            encoder = encoders.make_encoder(encoders.config_class(kind)(**sizes, **heads))
+        counted = sum(p.numel() for p in encoder.parameters()) - encoder.positions.numel()
+        assert counted == wanted
+        if kind == "tim4rec":  # the paper's figure leaves out the matrices over the slots
+            mixing = sum(p.numel() for n, p in encoder.named_parameters() if ".time_in." in n or ".time_out." in n)
+            assert counted - mixing == {"kuairand": 984_158, "ml20m": 7_567_478}[name]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_and_scalars_are_not_decayed(kind):
+    encoder = small(kind)
+    groups = encoder.optimizer_groups()
+    names = {id(parameter): name for name, parameter in encoder.named_parameters()}
+    assert sorted(id(p) for group in groups for p in group) == sorted(names)
+    assert groups.tables[0] is encoder.positions
+    assert all(p.ndim == 2 or "time_conv" in names[id(p)] or kind == "ttt4rec" for p in groups.matrices)
+    assert not [names[id(p)] for p in groups.matrices if "table" in names[id(p)]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_of_another_kind_are_refused(kind):
+    other = "hstu" if kind != "hstu" else "sasrec"
+    with pytest.raises(ValueError, match=r"params has no '.*': not the parameters of this model"):
+        encoders.from_official(kind, params_of(load(other)), **HEADS.get(kind, {}))
+    params = params_of(load(kind))
+    another = next(name for name in params if "layers.1." in name) + "extra"
+    with pytest.raises(ValueError, match=r"params has '.*extra', which this model does not have"):
+        encoders.from_official(kind, {**params, another: torch.zeros(1)}, **HEADS.get(kind, {}))
+
+
+@pytest.mark.parametrize("kind", sorted(HEADS))
+def test_heads_that_do_not_divide_a_width_are_refused(kind):
+    with pytest.raises(ValueError, match=r"not divisible by num_heads = 3|not a multiple of 3 heads"):
+        encoders.from_official(kind, params_of(load(kind)), num_heads=3)
