@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
 from fuxi_torchrec.encoders.cached import CachedBlock, Earlier, Kept, PendingEncoder, tile_chunks
+from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.hstu import RelativeWeights
 from fuxi_torchrec.encoders.norms import rms_norm
 from fuxi_torchrec.encoders.released import Names, ReleasedLayer, linear_names
@@ -119,6 +120,9 @@ class FuXiAlphaEncoder(PendingEncoder):
 
     def reset_positions(self) -> None:
         nn.init.xavier_normal_(self.positions)
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        return block.relative.curves(per_second)
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
 from fuxi_torchrec.encoders.cached import CachedBlock, Earlier, Kept, PendingEncoder, tile_chunks
+from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.fuxi_alpha import GatedFFN, head_by_head
 from fuxi_torchrec.encoders.hstu import DistanceWeights
 from fuxi_torchrec.encoders.norms import rms_norm
@@ -92,6 +93,12 @@ class FuXiBetaEncoder(PendingEncoder):
 
     def reset_positions(self) -> None:
         nn.init.xavier_normal_(self.positions)
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        gap = torch.cat((torch.zeros(1), torch.logspace(-3, 8, 45) * per_second)).long().unique()
+        weights = TimeMap(block.function, torch.cat((block.time_scale, block.time_rate))).weights(gap)
+        over_time = Curve("weight of an event after a time", (gap / per_second).tolist(), weights.tolist(), "time")
+        return [over_time, *block.relative.curves(per_second)]
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
 from fuxi_torchrec.encoders.cached import CachedBlock, Earlier, Kept, PendingEncoder, tile_chunks
+from fuxi_torchrec.encoders.explain import Curve, by_distance
 from fuxi_torchrec.encoders.norms import layer_norm
 from fuxi_torchrec.encoders.released import ReleasedLayer, linear_names
 from fuxi_torchrec.encoders.stack import Batch, StackConfig
 from fuxi_torchrec.ops import cached
 from fuxi_torchrec.ops.precision import at_least_float32
 from fuxi_torchrec.ops.tiles import biased_attention
-from fuxi_torchrec.ops.time_maps import BUCKETS, TimeMap
+from fuxi_torchrec.ops.time_maps import BUCKETS, TimeMap, bucket_thresholds
+
+_LONGEST = 10 * 365 * 86400  # seconds that are shown of the buckets
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,9 @@ class DistanceWeights(nn.Module):
         """(N,), from distance 0 on."""
         return at_least_float32(self.position_table[: self.positions].flip(0))
 
+    def curves(self, per_second: int) -> list[Curve]:
+        return [by_distance(self.by_distance)]
+
 
 class RelativeWeights(DistanceWeights):
     """The same, and a weight of every bucket of time."""
@@ -58,6 +64,13 @@ class RelativeWeights(DistanceWeights):
     def __init__(self, max_positions: int) -> None:
         super().__init__(max_positions)
         self.time_table = nn.Parameter(torch.empty(BUCKETS).normal_(std=0.02))
+
+    def curves(self, per_second: int) -> list[Curve]:
+        ends = [0, *bucket_thresholds()]
+        shown = [n for n, end in enumerate(ends) if end <= _LONGEST * per_second and n != 1]  # bucket 1 is empty
+        weights = self.time_table[shown].tolist()
+        over_time = Curve("weight of an event after a time", [ends[n] / per_second for n in shown], weights, "time")
+        return [over_time, *super().curves(per_second)]
 
 
 class HSTUBlock(CachedBlock):
@@ -113,6 +126,9 @@ class HSTUEncoder(PendingEncoder):
 
     def reset_positions(self) -> None:
         nn.init.xavier_normal_(self.positions)
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        return block.relative.curves(per_second)
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
+from fuxi_torchrec.encoders.explain import Curve, half_lives
 from fuxi_torchrec.encoders.released import ReleasedLayer, linear_names
 from fuxi_torchrec.encoders.stack import (
     Batch,
@@ -120,6 +121,10 @@ class Mamba4RecEncoder(RecurrentEncoder):
 
     def make_block(self) -> nn.Module:
         return Mamba4RecBlock(self.config)
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        step = F.softplus(block.step_proj.bias).unsqueeze(1)
+        return [half_lives("half-life in events, of a middling step", -step * block.A_log.exp(), "channel")]
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

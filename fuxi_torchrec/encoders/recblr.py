@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
+from fuxi_torchrec.encoders.explain import Curve, half_lives
 from fuxi_torchrec.encoders.released import ReleasedLayer, linear_names
 from fuxi_torchrec.encoders.stack import (
     Batch,
@@ -113,6 +114,9 @@ class RecBLREncoder(RecurrentEncoder):
 
     def make_block(self) -> nn.Module:
         return RecBLRBlock(self.config)
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        return [half_lives("half-life in events, the gate half open", -F.softplus(block.rate) / 2, "channel")]
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

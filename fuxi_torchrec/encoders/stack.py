@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fuxi_torchrec.encoders import checks
 from fuxi_torchrec.encoders.base import EncoderConfig, ParameterGroups, SequenceEncoder, check_positive, setting
+from fuxi_torchrec.encoders.explain import Curve, Curves
 from fuxi_torchrec.encoders.released import POSITIONS, Names, ReleasedLayer, released_layers
 from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.ops.chunks import Chunks
@@ -245,6 +246,15 @@ class StackEncoder(SequenceEncoder):
                 scalar = parameter.ndim < 2 or name.endswith(self.scalars)
                 (groups.scalars if scalar else groups.matrices).append(parameter)
         return groups
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        """What a block has to show."""
+        return []
+
+    @torch.no_grad()
+    def explain(self, per_second: int) -> Curves | None:
+        found = [self.curves(block, per_second) for block in self.blocks]
+        return Curves(found) if found[0] else None
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

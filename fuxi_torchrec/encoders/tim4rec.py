@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
+from fuxi_torchrec.encoders.explain import Curve, half_lives
 from fuxi_torchrec.encoders.released import ReleasedLayer, linear_names
 from fuxi_torchrec.encoders.stack import Batch, FeedForwardConfig, PostNormFFN, StackEncoder, reset_linears
 from fuxi_torchrec.ops.convolution import causal_conv
@@ -150,6 +151,10 @@ class TiM4RecEncoder(StackEncoder):
 
     def make_block(self) -> nn.Module:
         return TiM4RecBlock(self.config)
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        log_decay = -F.softplus(block.step_bias) * block.A_log.exp()
+        return [half_lives("half-life in events, of a middling step", log_decay, "head")]
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

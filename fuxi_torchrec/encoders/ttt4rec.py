@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fuxi_torchrec.encoders.base import check_positive, setting
+from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.norms import EPS, rms_norm
 from fuxi_torchrec.encoders.released import ReleasedLayer
 from fuxi_torchrec.encoders.stack import Batch, BlockState, FeedForwardConfig, RecurrentBlock, RecurrentEncoder
@@ -285,6 +286,11 @@ class TTT4RecEncoder(RecurrentEncoder):
 
     def finish(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD) * self.norm
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        token = block._tokens().tolist()
+        title = "step of the inner network by place in the mini-batch"
+        return [Curve(title, [float(n) for n in range(len(token))], token, "place")]
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
