@@ -212,6 +212,7 @@ class SequenceEncoder(nn.Module):
 
         By default what a pass over a few events keeps, in proportion; parameters may be on the meta device.
         """
+        measured = max(1, min(_MEASURED, self.config.max_positions - 1))
         with torch.device("cpu"):
             copy = type(self)(self.config)
             own = {p.untyped_storage().data_ptr() for p in copy.parameters()}
@@ -223,10 +224,10 @@ class SequenceEncoder(nn.Module):
                     kept[storage.data_ptr()] = storage.nbytes(), tensor
                 return tensor
 
-            x = torch.randn(_MEASURED, self.config.dim, requires_grad=True)
+            x = torch.randn(measured, self.config.dim, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                copy(x, torch.tensor([0, _MEASURED]), torch.arange(_MEASURED), torch.tensor([_MEASURED]))
-        return sum(size for size, _ in kept.values()) * events // _MEASURED
+                copy(x, torch.tensor([0, measured]), torch.arange(measured), torch.tensor([measured]))
+        return sum(size for size, _ in kept.values()) * events // measured
 
     def explain(self, per_second: int) -> Explanation | None:
         """What it has learned, None if there is nothing to show; the data's time unit has so many ticks a second."""

@@ -247,6 +247,14 @@ class StackEncoder(SequenceEncoder):
                 (groups.scalars if scalar else groups.matrices).append(parameter)
         return groups
 
+    def activation_bytes(self, events: int) -> int:
+        """What is kept, and a block's share again: while it runs backwards its gradients stand beside it."""
+        kept = super().activation_bytes(events)
+        if not self.config.activation_checkpointing:
+            return kept + kept // self.config.num_layers
+        plain = type(self)(replace(self.config, activation_checkpointing=False))
+        return kept + 2 * plain.activation_bytes(events) // (self.config.num_layers + 1)
+
     def curves(self, block: Any, per_second: int) -> list[Curve]:
         """What a block has to show."""
         return []

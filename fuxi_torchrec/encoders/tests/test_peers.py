@@ -111,7 +111,7 @@ def small(kind, **settings):
     """A small encoder of a kind, every parameter away from its start."""
     torch.manual_seed(0)
     settings = {**HEADS.get(kind, {}), **SMALL.get(kind, {}), **settings}
-    config = encoders.config_class(kind)(dim=16, num_layers=2, max_positions=160, **settings)
+    config = encoders.config_class(kind)(**{"dim": 16, "num_layers": 2, "max_positions": 160, **settings})
     encoder = encoders.make_encoder(config).eval()
     with torch.no_grad():
         for parameter in encoder.parameters():
@@ -254,6 +254,15 @@ def test_tables_and_scalars_are_not_decayed(kind):
     assert groups.tables[0] is encoder.positions
     assert all(p.ndim == 2 or "time_conv" in names[id(p)] or kind == "ttt4rec" for p in groups.matrices)
     assert not [names[id(p)] for p in groups.matrices if "table" in names[id(p)]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_memory_grows_with_events_and_shrinks_with_checkpointing(kind):
+    plain, less = (small(kind, num_layers=6, activation_checkpointing=each) for each in (False, True))
+    needed = plain.activation_bytes(1000)
+    rows = 6 * 16 * 1000 * 4  # of every block's input alone
+    assert needed > 4 * rows and rows < less.activation_bytes(1000) < needed / 1.5
+    assert plain.activation_bytes(3000) == pytest.approx(3 * needed, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", KINDS)
