@@ -76,7 +76,7 @@ class FuXiAlphaBlock(CachedBlock):
         self.ffn = GatedFFN(config, 3 * value)
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        return (self.heads, self.keys), (1, self.heads * self.values)
+        return (self.heads, self.keys), (self.heads, self.values)
 
     def forward(self, x_TD: Tensor, batch: Batch, earlier: Earlier | None = None) -> tuple[Tensor, Kept]:
         u, v, q, k = F.silu(rms_norm(x_TD) @ self.uvqk).split(self.widths, -1)
@@ -87,13 +87,18 @@ class FuXiAlphaBlock(CachedBlock):
         by_position, by_time = relative_maps(v, distance_P, time_P, "buckets", clocks, chunks)
         if earlier is not None:
             time = TimeMap("buckets", time_P)
-            for rows, queries, time_E, (k_HEK, v_1EW) in earlier.blocks(self.heads):
-                by_position[rows] += cached.position_map(distance_P, len(time_E), queries, len(time_E)) @ v_1EW[0]
-                by_time[rows] += cached.time_map(time, clocks[1][rows], time_E) @ v_1EW[0]
-                v_HEV = v_1EW[0].unflatten(1, (self.heads, -1)).transpose(0, 1)
-                by_content[rows] += cached.content(q[rows], k_HEK, v_HEV)
+            for rows, queries, time_E, (k_HEK, v_HEV) in earlier.blocks(self.heads):
+                maps = (
+                    cached.position_map(distance_P, queries, len(time_E)),
+                    cached.time_map(time, clocks[1][rows], time_E),
+                    cached.content(q[rows], k_HEK),
+                )
+                of_position, of_time, of_content = cached.weighted(v_HEV, *maps)
+                by_position[rows] += of_position.flatten(1)
+                by_time[rows] += of_time.flatten(1)
+                by_content[rows] += of_content
         y = head_by_head(self.heads, by_position, by_time, by_content.flatten(1) / self.relative.positions)
-        return self.ffn(u * rms_norm(y).to(u.dtype), x_TD), (k, v.unsqueeze(1))
+        return self.ffn(u * rms_norm(y).to(u.dtype), x_TD), (k, v_THV)
 
 
 def head_by_head(heads: int, *parts: Tensor) -> Tensor:

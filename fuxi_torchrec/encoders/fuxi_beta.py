@@ -60,7 +60,7 @@ class FuXiBetaBlock(CachedBlock):
         self.ffn = GatedFFN(config, 2 * value)
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        return ((1, self.widths[1]),)
+        return ((self.heads, self.widths[1] // self.heads),)
 
     def forward(self, x_TD: Tensor, batch: Batch, earlier: Earlier | None = None) -> tuple[Tensor, Kept]:
         u, v = F.silu(rms_norm(x_TD) @ self.uv).split(self.widths, -1)
@@ -69,11 +69,16 @@ class FuXiBetaBlock(CachedBlock):
         by_position, by_time = relative_maps(v, distance_P, time_P, self.function, clocks, tile_chunks(batch))
         if earlier is not None:
             time = TimeMap(self.function, time_P)
-            for rows, queries, time_E, (v_1EW,) in earlier.blocks(1):
-                by_position[rows] += cached.position_map(distance_P, len(time_E), queries, len(time_E)) @ v_1EW[0]
-                by_time[rows] += cached.time_map(time, clocks[1][rows], time_E) @ v_1EW[0]
+            for rows, queries, time_E, (v_HEV,) in earlier.blocks(self.heads):
+                maps = (
+                    cached.position_map(distance_P, queries, len(time_E)),
+                    cached.time_map(time, clocks[1][rows], time_E),
+                )
+                of_position, of_time = cached.weighted(v_HEV, *maps)
+                by_position[rows] += of_position.flatten(1)
+                by_time[rows] += of_time.flatten(1)
         y = rms_norm(head_by_head(self.heads, by_position, by_time))
-        return self.ffn(u * y.to(u.dtype), x_TD), (v.unsqueeze(1),)
+        return self.ffn(u * y.to(u.dtype), x_TD), (v.unflatten(-1, (self.heads, -1)),)
 
 
 class FuXiBetaEncoder(PendingEncoder):

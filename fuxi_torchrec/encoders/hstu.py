@@ -100,8 +100,9 @@ class HSTUBlock(CachedBlock):
             time = TimeMap("buckets", time_P)
             for rows, queries, time_E, (k_HEK, v_HEV) in earlier.blocks(self.heads):
                 bias = cached.time_map(time, clocks[1][rows], time_E)
-                bias += cached.position_map(distance_P, len(time_E), queries, len(time_E))
-                y[rows] += cached.content(q[rows], k_HEK, v_HEV, bias)
+                bias += cached.position_map(distance_P, queries, len(time_E))
+                (more,) = cached.weighted(v_HEV, cached.content(q[rows], k_HEK, bias))
+                y[rows] += more
         # y² is near the norm's eps: not in half precision
         gated = u * layer_norm((y / self.relative.positions).flatten(1)).to(u.dtype)
         return self.out(self.dropout(gated)) + x_TD, (k, v)

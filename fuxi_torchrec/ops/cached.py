@@ -24,10 +24,10 @@ def query_blocks(queries: int, heads: int, events: int) -> Iterator[slice]:
         yield slice(begin, min(begin + size, queries))
 
 
-def position_map(position_P: Tensor, begin: int, queries: slice, events: int) -> Tensor:
-    """(Q, E) weights by distance: queries stand behind ``begin`` cached events."""
+def position_map(position_P: Tensor, queries: slice, events: int) -> Tensor:
+    """(Q, E) weights by distance: queries stand behind so many cached events."""
     device = position_P.device
-    query = torch.arange(begin + queries.start, begin + queries.stop, device=device)
+    query = torch.arange(events + queries.start, events + queries.stop, device=device)
     apart = query.unsqueeze(1) - torch.arange(events, device=device)
     return position_P[apart.clamp_(max=len(position_P) - 1)]
 
@@ -37,12 +37,18 @@ def time_map(time: TimeMap, next_Q: Tensor, time_E: Tensor) -> Tensor:
     return time.weights(next_Q.unsqueeze(1) - time_E)
 
 
-def content(q_QHK: Tensor, k_HEK: Tensor, v_HEV: Tensor, bias_QE: Tensor | None = None) -> Tensor:
-    """``silu(q·k + bias) v`` of every head, (Q, H, V)."""
+def content(q_QHK: Tensor, k_HEK: Tensor, bias_QE: Tensor | None = None) -> Tensor:
+    """``silu(q·k + bias)``, (H, Q, E)."""
     scores_HQE = q_QHK.transpose(0, 1) @ k_HEK.mT
     if bias_QE is not None:
         scores_HQE += bias_QE
-    return (F.silu(scores_HQE, inplace=True) @ v_HEV).transpose(0, 1)
+    return F.silu(scores_HQE, inplace=True)
+
+
+def weighted(v_HEV: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Values weighed by maps, (H, Q, E) or shared by the heads (Q, E): (Q, H, V) each; values are read once for all."""
+    stacked = torch.cat([each.expand(len(v_HEV), -1, -1) for each in weights], 1)
+    return tuple(y.transpose(0, 1) for y in (stacked @ v_HEV).chunk(len(weights), 1))
 
 
 def softmax(q_QHK: Tensor, k_HEK: Tensor, v_HEV: Tensor, y_QHV: Tensor, log_sum_QH: Tensor) -> Tensor:
