@@ -97,16 +97,17 @@ def train(
         init_from: start a new run from another run's weights.
     """
     from fuxi_torchrec.config import Config, load_config
+    from fuxi_torchrec.training.run_directory import CONFIG, RunDirectory
 
     if not isinstance(config, Config):
-        own = Path(run_dir) / "config.yaml"
-        config = load_config(config or (own if own.exists() else None), overrides)  # the same on every rank
+        run = RunDirectory(run_dir)
+        own = config is None and (run.path / CONFIG).exists()
+        config = run.read_config(overrides) if own else load_config(config, overrides)  # the same on every rank
     elif overrides:
         raise TypeError("overrides go with a file: a Config has its settings")
     with _group(config) as world:
         from fuxi_torchrec.evaluation.validation import validate
         from fuxi_torchrec.training.interruption import StopRequest
-        from fuxi_torchrec.training.run_directory import RunDirectory
         from fuxi_torchrec.training.trainer import Trainer
 
         with StopRequest().listening() as stop:
@@ -128,7 +129,7 @@ def evaluate(
         run: which weights, on which data.
         output: where the result is written; ``RUN/eval-SPLIT.json`` by default.
     """
-    from fuxi_torchrec.artifacts import write_atomically
+    from fuxi_torchrec.artifacts import OutputError, write_atomically
     from fuxi_torchrec.distributed import raise_on_all_ranks
     from fuxi_torchrec.evaluation.options import EvaluateOptions, RunOptions
 
@@ -141,9 +142,9 @@ def evaluate(
 
         with raise_on_all_ranks("looking for the output's directory"):
             if world.rank == 0 and not file.absolute().parent.is_dir():
-                raise FileNotFoundError(f"--output {file}: there is no directory {file.parent}, make it first")
+                raise OutputError(f"--output {file}: there is no directory {file.parent}, make it first")
             if world.rank == 0 and file.is_dir():
-                raise IsADirectoryError(f"--output {file} is a directory: name a file")
+                raise OutputError(f"--output {file} is a directory: name a file")
         loaded = load(run_dir, world, *astuple(run or RunOptions()))
         times = (wanted.request_time,) if wanted.request_time else REQUEST_TIMES
         found = evaluate(loaded, wanted.split, times, wanted.filter_seen, wanted.users, baselines=wanted.baselines)

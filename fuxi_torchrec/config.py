@@ -17,6 +17,7 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
 from fuxi_torchrec.encoders.base import EncoderConfig, setting
 from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_class
+from fuxi_torchrec.events.times import parse_time
 from fuxi_torchrec.options import check_bounds
 from fuxi_torchrec.tasks.next_item import LossConfig
 from fuxi_torchrec.tasks.registry import TaskConfig
@@ -42,16 +43,23 @@ class DataConfig(_Section):
     time_unit: Literal["s", "ms", "us"] = setting("s", "of the dataset and of model.temporal_periods")
     split: Literal["leave_one_out", "by_time"] = setting("leave_one_out", "what is kept for validation and test")
     fit_on_valid: bool = setting(False, "leave_one_out: train on the validation events too, without validation")
-    valid_from: int | None = setting(None, "by_time: start of the validation period")
-    test_from: int | None = setting(None, "by_time: start of the test period; required")
-    min_item_events: int = setting(1, "items with fewer training events are unknown: index 0", least=1)
+    valid_from: int | str | None = setting(
+        None, "by_time: start of the validation period, in the time unit or ISO (UTC): 2024-05-01T12:00:00"
+    )
+    test_from: int | str | None = setting(None, "by_time: start of the test period, likewise; required")
+    min_item_events: int = setting(1, "items with fewer training events are unknown: index 0", least=1, most=2**40)
     oov_rate: float = setting(0.01, "share of input items replaced by index 0 in training, so that its row is trained")
     on_bad_rows: Literal["error", "skip"] = _operational("error", "bad users: stop, or leave them out and count them")
-    num_workers: int = _operational(0, "processes that read ahead, per rank", least=0)
-    cache_mib: int = _operational(512, "decoded blocks that a rank keeps; its reading processes share it", least=1)
+    num_workers: int = _operational(0, "processes that read ahead, per rank", least=0, most=2**10)
+    cache_mib: int = _operational(
+        512, "decoded blocks that a rank keeps; its reading processes share it", least=1, most=2**24
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("valid_from", "test_from"):
+            if isinstance(value := getattr(self, name), str):  # from here on a number
+                object.__setattr__(self, name, parse_time(value, self.time_unit))
         if self.split == "by_time" and self.test_from is None:
             raise ValueError("split by_time needs test_from, a time in the dataset's unit")
         if self.split == "leave_one_out" and (self.test_from is not None or self.valid_from is not None):
@@ -67,17 +75,18 @@ class BatchConfig(_Section):
     """How histories become steps; the same on any number of ranks."""
 
     events: int | None = setting(
-        None, "input events of a global batch, about; 16384 if users is not given either", least=1
+        None, "input events of a global batch, about; 16384 if users is not given either", least=1, most=2**32
     )
-    users: int | None = setting(None, "sequences of a global batch, in place of events", least=1)
-    max_length: int = setting(1024, "input events of a sequence, at most", least=1)
+    users: int | None = setting(None, "sequences of a global batch, in place of events", least=1, most=2**32)
+    max_length: int = setting(1024, "input events of a sequence, at most", least=1, most=2**24)
     truncation: Literal["recent", "windows"] = setting("recent", "of longer histories: the last events, or windows")
-    streams: int = setting(16, "the dataset is read in so many streams; at least as many as ranks", least=1)
-    shuffle_blocks: int = setting(8, "row groups whose users are mixed with each other", least=1)
+    streams: int = setting(16, "the dataset is read in so many streams; at least as many as ranks", least=1, most=2**14)
+    shuffle_blocks: int = setting(8, "row groups whose users are mixed with each other", least=1, most=2**32)
     max_events_per_rank: int | None = _operational(
         None,
         "gradient accumulation: a rank's share of a batch in parts of so many events (adamw); null: at once",
         least=1,
+        most=2**32,
     )
 
     def __post_init__(self) -> None:
@@ -128,10 +137,10 @@ class OptimizerConfig(_Section):
     eps: float = setting(1e-8, "AdamW's and Adagrad's", above=0)
     weight_decay: float = setting(0.0, "decoupled, on the encoder's matrices; never on tables", least=0)
     clip_norm: float | None = setting(None, "largest norm of all gradients together; null does not clip", above=0)
-    warmup_steps: int = setting(0, "the learning rates rise linearly over so many steps", least=0)
+    warmup_steps: int = setting(0, "the learning rates rise linearly over so many steps", least=0, most=2**48)
     lr_schedule: Literal["constant", "linear", "cosine"] = setting("constant", "how they decay afterwards")
     decay_steps: int | None = setting(
-        None, "until this step; null: the end of training as planned at the first start", least=1
+        None, "until this step; null: the end of training as planned at the first start", least=1, most=2**48
     )
     min_lr_factor: float = setting(0.0, "factor of the learning rate left at the end of the schedule")
 
@@ -152,8 +161,8 @@ class OptimizerConfig(_Section):
 class TrainConfig(_Section):
     """How long, and how a step is computed."""
 
-    epochs: int = _operational(10, "passes over the data, at most", least=1)
-    max_steps: int | None = _operational(None, "steps, at most", least=1)
+    epochs: int = _operational(10, "passes over the data, at most", least=1, most=2**24)
+    max_steps: int | None = _operational(None, "steps, at most", least=1, most=2**48)
     precision: Literal["float32", "bfloat16"] = setting("float32", "bfloat16 is autocast, on devices that have it")
     pipeline: Literal["auto", "base", "sparse_dist"] = _operational(
         "auto", "TorchRec's training pipeline; auto overlaps the lookup (sparse_dist) on CUDA"
@@ -165,10 +174,10 @@ class ValidationConfig(_Section):
     """Exact ranks of the validation targets, in mid-training."""
 
     every_epochs: float | None = _operational(1.0, "how often, 0.5 is twice an epoch; null never", above=0)
-    users: int | None = _operational(2000, "a fixed sample of so many; null takes all", least=1)
+    users: int | None = _operational(2000, "a fixed sample of so many; null takes all", least=1, most=2**40)
     metric: Literal["hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr"] = _operational("ndcg@10", "decides what is best")
     patience: int | None = _operational(
-        None, "stop after so many validations without a better one; null never", least=1
+        None, "stop after so many validations without a better one; null never", least=1, most=2**40
     )
     filter_seen: bool = _operational(False, "leave items of the user's own history out of the candidates")
 
@@ -177,8 +186,8 @@ class ValidationConfig(_Section):
 class CheckpointConfig(_Section):
     """What is kept on disk."""
 
-    every_steps: int | None = _operational(500, "also at the end of training; null: only then", least=1)
-    keep_last: int = _operational(2, "older ones are removed, the best one stays", least=1)
+    every_steps: int | None = _operational(500, "also at the end of training; null: only then", least=1, most=2**48)
+    keep_last: int = _operational(2, "older ones are removed, the best one stays", least=1, most=2**24)
     async_save: bool = _operational(True, "copy, go on training, and write meanwhile")
 
 
@@ -188,7 +197,7 @@ class DistributedConfig(_Section):
 
     device: Literal["auto", "cpu", "cuda"] = _operational("auto", "auto takes CUDA where there is one")
     timeout_seconds: float = _operational(
-        DEFAULT_TIMEOUT_SECONDS, "a collective that waits longer for a peer is an error", above=0
+        DEFAULT_TIMEOUT_SECONDS, "a collective that waits longer for a peer is an error", above=0, most=10**7
     )
 
 
@@ -197,7 +206,7 @@ class LoggingConfig(_Section):
     """What is said while a job runs."""
 
     level: Literal["debug", "info", "warning", "error"] = _operational("info", "least severe message shown")
-    every_steps: int = _operational(10, "a line, and an object in metrics.jsonl", least=1)
+    every_steps: int = _operational(10, "a line, and an object in metrics.jsonl", least=1, most=2**48)
     tensorboard: bool = _operational(True, "write TensorBoard events too")
 
 

@@ -28,18 +28,37 @@ def option(default: Any, help: str, *, metavar: str | None = None, **bounds: flo
     return dataclasses.field(default=default, metadata={"help": help, "metavar": metavar, **bounds})
 
 
+def add_encoder_option(parser: argparse.ArgumentParser) -> None:
+    """``--encoder``: the module is imported as the command line is read."""
+
+    def imported(kind: str) -> str:
+        from fuxi_torchrec.encoders.registry import encoder_class
+
+        try:
+            encoder_class(kind)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return kind
+
+    what = "an encoder of your own that the files may name: they are not followed to code by themselves"
+    parser.add_argument("--encoder", type=imported, metavar="package.module:Class", help=what)
+
+
 def check_bounds(record: Any, named: Callable[[str], str] | None = None) -> None:
     """For ``__post_init__``: a ValueError that names the flag if a number is out of the bounds in a field's metadata.
 
-    ``least`` is the smallest allowed; ``above`` is not allowed itself, nor is what is not finite. None is no number.
+    ``least`` and ``most`` are the smallest and the largest allowed; ``above`` is not allowed itself, nor is what is not
+    finite. None is no number.
     """
     for field in dataclasses.fields(record):
         value, name = getattr(record, field.name), (named or _flag)(field.name)
-        least, above = field.metadata.get("least"), field.metadata.get("above")
+        least, above, most = (field.metadata.get(bound) for bound in ("least", "above", "most"))
         if value is None:
             continue
         if least is not None and not least <= value < math.inf:
             raise ValueError(f"{name} must be at least {least}, not {value}")
+        if most is not None and value > most:
+            raise ValueError(f"{name} must be at most {most}, not {value}")
         if above is not None and not above < value < math.inf:
             raise ValueError(f"{name} must be {f'above {above}' if above else 'positive'}, not {value}")
 

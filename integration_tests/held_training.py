@@ -13,10 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
-from fuxi_torchrec.distributed import exit_now
 from pipelines import train
+from pipelines.job import run_job
 
 LONGEST = 90.0  # seconds: a test that failed leaves nothing behind
 
@@ -56,11 +54,10 @@ def number(file: Path) -> int | None:
     return int(file.read_text()) if file.exists() else None
 
 
-@record
 def main() -> int:
     patch()
     return train.main(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    exit_now(main() or 0)
+    run_job("train", main)

@@ -63,7 +63,7 @@ def marked(mark: str) -> set[int]:
     return found
 
 
-def all_end(mark: str, seconds: float = 30.0) -> float:
+def all_end(mark: str, seconds: float = 20.0) -> float:
     """Wait until no marked process is left; an error with their command lines if some stay, else how long it took."""
     began = time.monotonic()
     while left := marked(mark):

@@ -77,13 +77,12 @@ class Plain:
 
 
 def plain(run_dir, data, step=None):
-    from fuxi_torchrec.training.checkpoint.info import named
+    from fuxi_torchrec.training.checkpoint.info import find_checkpoint
     from fuxi_torchrec.training.checkpoint.unshard import read_plain
     from fuxi_torchrec.training.run_directory import RunDirectory
 
     config = RunDirectory(run_dir).read_config()
-    which = f"step-{step:09d}" if step else named(Path(run_dir) / "checkpoints", "latest").name
-    weights = read_plain(Path(run_dir) / "checkpoints" / which)
+    weights = read_plain(find_checkpoint(Path(run_dir) / "checkpoints", str(step) if step else "latest"))
     encoder = make_encoder(config.model).eval().requires_grad_(False)
     encoder.load_state_dict({k.removeprefix("encoder."): v for k, v in weights.items() if k.startswith("encoder.")})
     known = np.concatenate([[False], pq.read_table(Path(run_dir) / "items.parquet")["known"].to_numpy()])

@@ -17,17 +17,18 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("moment", "number"),
+    ("moment", "number", "users"),
     [
-        ("logs/3-train.log", signal.SIGKILL),  # TorchX starts
-        ("run/metrics.jsonl", signal.SIGTERM),
-        ("logs/5-evaluate.log", signal.SIGKILL),
-        ("run/metrics.jsonl", signal.SIGINT),
+        ("logs/3-train.log", signal.SIGKILL, 800),  # TorchX starts
+        ("run/metrics.jsonl", signal.SIGKILL, 800),  # training, which would go on for minutes
+        ("run/metrics.jsonl", signal.SIGTERM, 800),
+        ("run/metrics.jsonl", signal.SIGINT, 800),
+        ("logs/5-evaluate.log", signal.SIGKILL, 60),
     ],
 )
-def test_nothing_outlives_a_demo_that_was_stopped(tmp_path, moment, number):
+def test_nothing_outlives_a_demo_that_was_stopped(tmp_path, moment, number, users):
     mark, log = uuid.uuid4().hex, tmp_path / "said"
-    command = [sys.executable, "-m", "pipelines.demo", "--users", "60", "--directory", str(tmp_path / "demo")]
+    command = [sys.executable, "-m", "pipelines.demo", "--users", str(users), "--directory", str(tmp_path / "demo")]
     with log.open("w") as file:
         environment = {**os.environ, "MARK": mark}
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)

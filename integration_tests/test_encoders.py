@@ -11,6 +11,7 @@ from fuxi_torchrec.events.sources import events
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.serving.tests.exports import users_of
 from integration_tests import retrieval_runs as small
+from integration_tests import runs
 from integration_tests.test_second_encoder import CUT, evaluate, export, log, write
 from pipelines import explain, recommend, refresh
 
@@ -80,3 +81,13 @@ def test_every_pipeline_takes_every_encoder(workers, place, tmp_path, capsys, ki
     said = capsys.readouterr().out
     assert ("has nothing to show" in said) == (kind in SILENT)
     assert (run / "explain.png").exists() == (kind not in SILENT)
+
+
+@pytest.mark.parametrize("kind", ["hstu", "mamba4rec"])
+def test_losses_are_the_same_on_1_2_and_4_ranks(workers, tmp_path, kind):
+    settings = [f"data.path={runs.small_dataset(tmp_path / 'set')}", "train.max_steps=10", "optimizer.lr=1e-3"]
+    settings += [f"model.kind={kind}", "model.dim=16", "model.num_layers=2", "model.max_positions=65", *SIZES[kind]]
+    found = {n: workers(n).run(runs.run, tmp_path / f"run-{n}", settings)[0] for n in (1, 2, 4)}
+    assert len(found[1]) == 10
+    for n in (2, 4):
+        assert max(abs(found[1][step] - found[n][step]) for step in found[1]) < 1e-5

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from fuxi_torchrec.schema import sealed
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
 
@@ -130,9 +131,12 @@ def test_checkpoints_that_cannot_be_used_are_refused(workers, trained, tmp_path)
     description = run / "checkpoints" / "step-000000002" / "checkpoint.json"
     about = json.loads(description.read_text())
     description.write_text(json.dumps({**about, "format": 99}))
-    refused(workers, run, "format 99, this software reads format 2")
+    refused(workers, run, "format 99, this software reads format 3")
     about["identity"]["encoder"] = "7"
     description.write_text(json.dumps(about))
+    refused(workers, run, "checkpoint.json: damaged, or changed since it was written")
+    del about["checksum"]
+    description.write_text(sealed(about))
     refused(workers, run, "another version of this software")
 
 

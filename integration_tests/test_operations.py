@@ -2,6 +2,8 @@
 
 import json
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +36,14 @@ def finish(process, log, expected=0):
     code = process.wait(90)
     assert code == expected, log.read_text()[-8000:]
     return log.read_text()
+
+
+def command_of(pid):
+    """Of a process, empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+    except OSError:
+        return []
 
 
 def hold(run_dir, step=HOLD):
@@ -109,6 +119,25 @@ def test_sigterm_saves_marks_and_leaves_and_the_run_continues(data, tmp_path, un
     assert f"resumed from step-{HOLD + 1:09d}" in said
     assert not (run_dir / "preempted").exists()
     assert ends_as_undisturbed(run_dir, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_when_torchrun_is_struck_none_of_its_processes_stays(data, tmp_path, number):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    endless = ["data.num_workers=1", "train.epochs=1000000", "train.max_steps=1000000000"]
+    with launched(*ddp(run_dir, data, TRAIN), *endless, log=log) as process:
+        until(lambda: latest(run_dir) > 0, process, log)
+        (torchrun,) = [
+            pid for pid in descendants(process.pid) if command_of(pid)[1:2] and "torchrun" in command_of(pid)[1]
+        ]
+        below = descendants(torchrun)
+        assert len(below) >= 4  # two ranks, and what reads for each
+        strike(torchrun, number)
+        deadline = time.monotonic() + 20
+        while any(map(command_of, below)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not any(map(command_of, below))
+        assert finish(process, log, expected=1)
 
 
 def test_when_a_node_dies_the_other_one_continues_alone(data, tmp_path, undisturbed):

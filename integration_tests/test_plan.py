@@ -40,6 +40,8 @@ def test_what_is_implausible_is_refused(capsys):
     for value in ("0", "-1", "inf"):
         assert plan.main(["--items", "10", "--memory-gb", value]) == 1
         assert "--memory-gb must be positive" in capsys.readouterr().err
+    assert plan.main(["--items", "9" * 20]) == 1
+    assert "--items must be at most 1000000000000, not 99999999999999999999" in capsys.readouterr().err
     assert plan.main(["--items", "10", "--feature-rows", "acton=5"]) == 1
     assert "features.event has no acton; there are none" in capsys.readouterr().err
 

@@ -71,7 +71,7 @@ def place(workers, tmp_path_factory):
     assert workers(2).run(export, place / "run", place / "yesterday", str(CUT)) == [0, 0]
     new = write(place / "new.csv", [row for row in rows if row[2] > CUT])
     options = ["--events", new, "--output", place / "refreshed", "--requery-all"]
-    run_pipeline("refresh", "--export", place / "yesterday", *options)
+    run_pipeline("refresh", "--export", place / "yesterday", "--encoder", KIND, *options)
     return place
 
 
@@ -126,9 +126,29 @@ def test_answers_are_the_models_also_for_what_was_appended(place):
         for answer, (_, items, _, _), row in zip(live.recommend(users, as_of, 5), run.histories, scores, strict=True):
             np.testing.assert_allclose(answer.scores, row.topk(5).values.numpy(), atol=1e-3)
             assert answer.events == len(items)
-    said = run_pipeline("recommend", "--export", place / "refreshed", "--user", users[0], "--json")
+    said = run_pipeline("recommend", "--export", place / "refreshed", "--user", users[0], "--json", "--encoder", KIND)
     assert json.loads(said)["as_of"] == as_of - DAY
 
 
 def test_an_encoder_with_nothing_to_show_says_so(place):
-    assert f"an encoder of kind {KIND} has nothing to show" in run_pipeline("explain", "--run-dir", place / "run")
+    said = run_pipeline("explain", "--run-dir", place / "run", "--encoder", KIND)
+    assert f"an encoder of kind {KIND} has nothing to show" in said
+
+
+@pytest.mark.parametrize("command", ["explain", "recommend", "refresh", "train"])
+def test_code_that_only_a_file_names_is_not_run(place, tmp_path, command):
+    module = KIND.partition(":")[0]
+    asked = {
+        "explain": ["--run-dir", place / "run"],
+        "train": ["--run-dir", place / "run"],
+        "recommend": ["--export", place / "today", "--user", "u0"],
+        "refresh": ["--export", place / "today", "--events", place / "new.csv", "--output", tmp_path / "out"],
+    }
+    program = f"import sys; from pipelines.{command} import main; code = 1\ntry: code = main(sys.argv[1:])\n"
+    program += f"finally: assert {module!r} not in sys.modules\nsys.exit(code)"
+    options = map(str, asked[command])
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1 and f"give --encoder {KIND}" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -356,11 +356,11 @@ def test_the_best_checkpoint_is_found_again_after_a_kill_before_it_was_noted(wor
     settings = [*data, "validation.every_epochs=1", "validation.users=50", "checkpoint.keep_last=1"]
     workers(2).run(runs.run, tmp_path / "run", [*settings, "train.epochs=1"])
     checkpoints = tmp_path / "run" / "checkpoints"
-    best = (checkpoints / "best").read_text()
+    best = named(checkpoints, "best")
     (checkpoints / "best").unlink()
     workers(2).run(runs.run, tmp_path / "run", [*settings, "train.epochs=1"])
-    assert (checkpoints / "best").read_text() == best
-    named(checkpoints, "best").rename(checkpoints / "step-000009999")  # the best one is gone for good
+    assert named(checkpoints, "best") == best
+    best.rename(checkpoints / "step-000009999")  # the best one is gone for good
     point(checkpoints, "latest", checkpoints / "step-000009999")
     (said,) = warnings_of(workers, tmp_path / "run", [*settings, "train.epochs=2"])
     assert said.startswith("the best checkpoint, of step")

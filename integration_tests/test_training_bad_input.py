@@ -129,7 +129,7 @@ def refused(workers, run_dir, settings, kind, *words, world=2, both=False, prepa
     found = workers(world).run(attempt, run_dir, settings, prepare, *arguments)
     assert None not in found, found
     kinds = {name for name, _ in found}
-    assert kind in kinds and kinds <= {kind, "PeerError"}, found
+    assert kind in kinds and kinds <= {kind, "PeerError", "PeerRefusedError"}, found
     if both:
         assert kinds == {kind}
     for _, message in found:  # reports hold the message
@@ -197,8 +197,14 @@ def test_a_copied_run_resumes(workers, run, data, expected):
             "ShardingError",
             ["tables.sharding", "column_wise needs model.dim to be a multiple of 4, not 6"],
         ),
-        (["batch.streams=1"], "ValueError", ["2 ranks need at least as many streams, there are 1"]),
-        (["train.precision=bfloat16"], "ValueError", ["train.precision = bfloat16", "cpu", "take float32"]),
+        (["batch.streams=1"], "DataError", ["2 ranks need at least as many streams, there are 1"]),
+        (["model.dim=65536"], "TrainingError", ["tables, encoder and their optimizer take", "model.dim=", "would fit"]),
+        (
+            ["model.max_positions=134217728", "batch.max_length=32"],
+            "TrainingError",
+            ["GB a rank, a rank has", "model.max_positions=", "would fit"],
+        ),
+        (["train.precision=bfloat16"], "TrainingError", ["train.precision = bfloat16", "cpu", "take float32"]),
         (["data.time_unit=ms"], "DataError", ["times are in s", "data.time_unit = ms"]),
         (["data.min_item_events=100000"], "DataError", ["no item has 100000 training events"]),
         (["features.event={genre: {}}"], "DataError", ["no feature genre", "there are none"]),
@@ -271,7 +277,7 @@ def test_a_broken_row_that_only_one_process_reads(workers, run, data, tmp_path, 
     other = broken_copy(data, tmp_path / "set")
     settings = changed(f"data.path={other}", "train.max_steps=40", "checkpoint.every_steps=null")
     found = workers(2).run(attempt, run, settings)
-    assert [kind for kind, _ in found] == ["PeerError", "DataError"]
+    assert [kind for kind, _ in found] == ["PeerRefusedError", "DataError"]
     assert "row 59: an item is not in 1 .. 50" in found[1][1]
     assert "reading training data failed on 1 of 2 ranks: rank 1: " in found[0][1] and found[1][1] in found[0][1]
     after = snapshot(run)
@@ -552,10 +558,9 @@ def test_a_locked_run_directory_ends_all_programs(run, data):
         lock.write("process 77 on somewhere\n")
         lock.flush()
         done = launch(*TORCHRUN, *TRAIN, run, *changed(f"data.path={data}"))
-    assert done.returncode == 1, done.stdout
-    assert "RunError" in done.stdout
+    assert done.returncode != 0, done.stdout
     assert "is locked by process 77 on somewhere: wait for that job, stop it, or take another --run-dir" in done.stdout
-    assert "PeerError: opening the run directory failed on 1 of 2 ranks: rank 0" in done.stdout
+    assert "Traceback" not in done.stdout
     assert snapshot(run) == before
 
 
@@ -564,5 +569,5 @@ def test_a_missing_dataset_ends_a_launched_job(tmp_path):
     job = ("dist.ddp", "-j", "1x2", *once, "-m", "pipelines.train", "--", "--run-dir", tmp_path / "run")
     done = launch("torchx", "run", *job, *changed(f"data.path={tmp_path / 'missing'}"), timeout=110)
     assert done.returncode == 1, done.stdout
-    assert f"DataError: {tmp_path / 'missing'}: no dataset here: dataset.json is missing" in done.stdout
+    assert f"train: {tmp_path / 'missing'}: no dataset here: dataset.json is missing" in done.stdout
     assert snapshot(tmp_path / "run") == {}

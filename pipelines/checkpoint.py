@@ -9,9 +9,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fuxi_torchrec.training.checkpoint.info import BEST, LATEST, complete, find_checkpoint, named, read_info
-from fuxi_torchrec.training.run_directory import RunDirectory
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand; exit code 1 and one line if it cannot."""
@@ -32,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _list(run: Path) -> int:
+    from fuxi_torchrec.training.checkpoint.info import BEST, LATEST, complete, named, read_info
+    from fuxi_torchrec.training.run_directory import RunDirectory
+
     directory = RunDirectory(run).checkpoints
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such directory: is {run} a run?")
@@ -46,7 +46,9 @@ def _list(run: Path) -> int:
 
 
 def _unshard(options: argparse.Namespace) -> int:
+    from fuxi_torchrec.training.checkpoint.info import find_checkpoint
     from fuxi_torchrec.training.checkpoint.unshard import unshard
+    from fuxi_torchrec.training.run_directory import RunDirectory
 
     checkpoint = find_checkpoint(RunDirectory(options.run).checkpoints, options.checkpoint)
     weights = unshard(options.run, checkpoint, options.output)

@@ -35,7 +35,7 @@ def draw(entries: Sequence[dict[str, Any]], title: str, output: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, left = plt.subplots(figsize=(8, 4.5))
+    figure, left = plt.subplots(figsize=(8, 4.5), layout="constrained")
     losses = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
     validations = [(entry["step"], entry["validation"]) for entry in entries if "validation" in entry]
     if losses:
@@ -48,9 +48,7 @@ def draw(entries: Sequence[dict[str, Any]], title: str, output: Path) -> None:
             right.plot(steps, [metrics[name] for _, metrics in validations], "o-", color=color, label=name)
         right.set_ylabel("validation")
         right.set_ylim(bottom=0)
-        right.legend(loc="lower right")
-    left.legend(loc="upper right")
-    figure.tight_layout()
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)  # below the axes: nothing is hidden behind it
     figure.savefig(output, dpi=120)
     plt.close(figure)
 

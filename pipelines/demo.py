@@ -26,7 +26,8 @@ TWO = "torchx run dist.ddp -j 1x2 -m"
 MARK = ".demo"  # the directory may be emptied
 _TAIL = 20  # lines of a log that say why a command failed
 _TORCHX = re.compile(r"torchx \d|\w+://torchx/")  # TorchX's own lines
-_PREFIX = re.compile(r"(\w+/\d+ )?(\[\d+\]:)?([\d-]+ [\d:,]+ \w+ (rank \S+ )?[\w.]+: )?")  # before ours
+# before ours: TorchX's, torchrun's, the time
+_PREFIX = re.compile(r"(\w+/\d+ )?(\[\d+\]:)?(\d\d-\d\d \d\d:\d\d:\d\d )?")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from fuxi_torchrec.api import evaluate
 from fuxi_torchrec.evaluation.options import EvaluateOptions, RunOptions
 from fuxi_torchrec.logging import LEVELS, setup_logging
-from fuxi_torchrec.options import add_options, options_from
+from fuxi_torchrec.options import add_encoder_option, add_options, options_from
 from pipelines.job import JobParser, run_job
 
 
@@ -21,6 +21,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """What evaluation and export share."""
     parser.add_argument("--run-dir", required=True, type=Path, help="directory of the run")
     add_options(parser, RunOptions)
+    add_encoder_option(parser)
     parser.add_argument("--log-level", default="info", choices=LEVELS)
 
 

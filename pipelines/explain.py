@@ -9,9 +9,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.events.times import PER_SECOND
+from fuxi_torchrec.options import add_encoder_option
+
+if TYPE_CHECKING:  # torch takes seconds to import: not for --help
+    from fuxi_torchrec.encoders.base import SequenceEncoder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True, type=Path, help="directory of the run")
     parser.add_argument("--checkpoint", metavar="best|latest|STEP", help="by default the best one, else the latest")
     parser.add_argument("--output", type=Path, metavar="FILE", help="by default RUN/explain.png")
+    add_encoder_option(parser)
     options = parser.parse_args(arguments)
     output = options.output or options.run_dir / "explain.png"
     try:
@@ -37,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def read(run: Path, which: str | None) -> tuple[SequenceEncoder, int, str]:
+def read(run: Path, which: str | None) -> "tuple[SequenceEncoder, int, str]":
     """The encoder of a run's checkpoint, the ticks of a second, and the checkpoint's name."""
     from fuxi_torchrec.encoders import make_encoder
     from fuxi_torchrec.training.checkpoint.info import find_checkpoint

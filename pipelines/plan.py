@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from fuxi_torchrec.config import Config, load_config
 from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.options import add_options, check_bounds, option, options_from
 
-if TYPE_CHECKING:  # TorchRec takes seconds to import: not for --help
+if TYPE_CHECKING:  # torch and TorchRec take seconds to import: not for --help
+    from fuxi_torchrec.config import Config
     from fuxi_torchrec.training import planning
 
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # TorchRec takes seconds to import: not for --help
 class Options:
     """The machines, and what of the data decides sizes."""
 
-    items: int = option(MISSING, "of the catalogue", least=1)
-    nodes: int = option(1, "hosts", least=1)
-    procs_per_node: int = option(1, "ranks on a host, one a device", least=1)
+    items: int = option(MISSING, "of the catalogue", least=1, most=10**12)
+    nodes: int = option(1, "hosts", least=1, most=10**5)
+    procs_per_node: int = option(1, "ranks on a host, one a device", least=1, most=10**3)
     device: Literal["cpu", "cuda"] = option("cuda", "of the ranks")
     memory_gb: float | None = option(None, "of a device, or a rank's share of a host (80; cpu: 16)", above=0)
 
@@ -46,14 +46,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def _feature(text: str) -> tuple[str, int]:
     name, _, rows = text.partition("=")
-    if int(rows or "0") < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, not {rows or 'missing'}")
+    if not rows.isdecimal() or not 0 < int(rows[:14]) <= 10**12:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not NAME=ROWS, of 1 to 10^12 rows")
     return name, int(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; 1 if it does not fit."""
     given = _parser().parse_intermixed_args(arguments)
+    from fuxi_torchrec.config import load_config
+
     try:
         options, config = options_from(given, Options), load_config(given.config, given.overrides)
     except ValueError as error:
@@ -110,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1
 
 
-def _print_changes(config: Config, items: int, features: dict[str, int], cluster: "planning.Cluster") -> None:
+def _print_changes(config: "Config", items: int, features: dict[str, int], cluster: "planning.Cluster") -> None:
     from fuxi_torchrec.training import planning
 
     changes = planning.changes_that_fit(config, items, features, cluster)

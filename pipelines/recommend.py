@@ -12,6 +12,7 @@ from pathlib import Path
 
 from fuxi_torchrec.events.times import parse_time, show_time
 from fuxi_torchrec.logging import setup_logging
+from fuxi_torchrec.options import add_encoder_option
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.requests import Answer, Request
 
@@ -28,6 +29,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--exclude-seen", action="store_true", help="leave out items of the history")
     parser.add_argument("--log-dir", type=Path, help="of appended events; the export's path and .log by default")
     parser.add_argument("--json", action="store_true", help="an object with user, as_of and items")
+    add_encoder_option(parser)
     return parser.parse_args(arguments)
 
 

@@ -3,8 +3,8 @@
     python -m pipelines.refresh --export DIR --events NEW --output DIR2
         [--as-of T] [--requery-all] [--forget FILE] [--user-column C --item-column C --time-column C]
 
-NEW is a CSV or Parquet file, a directory, a glob, or the log directory of a Recommender. It is read as the log was that
-the export's dataset was made from: the manifest says how.
+NEW is a CSV or Parquet file, a directory, a glob, or the directory of a Recommender's store. It is read as the log was
+that the export's dataset was made from: the manifest says how.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.times import parse_time
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import setup_logging
+from fuxi_torchrec.options import add_encoder_option
 from fuxi_torchrec.serving.refresh.new_events import LogColumns
 from fuxi_torchrec.serving.refresh.refresh import refresh
 from fuxi_torchrec.serving.refresh.summary import Summary
@@ -29,7 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.refresh", description=__doc__.splitlines()[0])
     parser.add_argument("--export", required=True, type=Path, metavar="DIR", help="the export to begin with")
-    parser.add_argument("--events", required=True, metavar="NEW", help="file, directory, glob, or a service's log")
+    parser.add_argument("--events", required=True, metavar="NEW", help="file, directory, glob, or a service's store")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR2", help="the new export")
     parser.add_argument("--as-of", metavar="T", help="when users are queried: ISO or a number; the latest event's time")
     parser.add_argument("--requery-all", action="store_true", help="query all users, not only those with new events")
@@ -37,6 +38,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("user", "item", "time"):
         parser.add_argument(f"--{name}-column", metavar="C", help="if it is not the one of the dataset's log")
     parser.add_argument("--on-bad-rows", choices=("error", "skip"), help="as when the dataset was prepared by default")
+    add_encoder_option(parser)
     return parser.parse_args(arguments)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fuxi_torchrec.logging import get_logger, setup_logging
-from fuxi_torchrec.options import add_options, check_bounds, option, options_from
+from fuxi_torchrec.options import add_encoder_option, add_options, check_bounds, option, options_from
 from fuxi_torchrec.serving.http.connections import ConnectionLimits
 from fuxi_torchrec.serving.options import Limits, RecommenderOptions
 
@@ -44,6 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     secret.add_argument("--token-env", metavar="NAME", help="environment variable with that token")
     for options in (ServerOptions, RecommenderOptions, Limits, ConnectionLimits):
         add_options(parser, options)
+    add_encoder_option(parser)
     return parser.parse_args(arguments)
 
 

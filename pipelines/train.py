@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fuxi_torchrec.api import train
 from fuxi_torchrec.logging import get_logger, setup_logging
+from fuxi_torchrec.options import add_encoder_option
 from pipelines.job import JobParser, run_job
 
 
@@ -19,6 +20,7 @@ def _parser() -> argparse.ArgumentParser:
     found.add_argument("--config", help="YAML file of the experiment; by default the run's own, if it exists")
     found.add_argument("--run-dir", required=True, type=Path, help="directory of the run; an existing run is resumed")
     found.add_argument("--init-from", type=Path, metavar="RUN", help="start a new run from another run's weights")
+    add_encoder_option(found)
     found.add_argument("overrides", nargs="*", metavar="key=value", help="settings that override the config's")
     return found
 
@@ -27,9 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, on as many ranks as torchrun has started."""
     options = _parser().parse_args(arguments)
     from fuxi_torchrec.config import load_config
+    from fuxi_torchrec.training.run_directory import CONFIG, RunDirectory
 
-    own = options.run_dir / "config.yaml"
-    config = load_config(options.config or (own if own.exists() else None), options.overrides)
+    run = RunDirectory(options.run_dir)
+    if options.config is None and (run.path / CONFIG).exists():
+        config = run.read_config(options.overrides)
+    else:
+        config = load_config(options.config, options.overrides)
     setup_logging(config.logging.level)
     summary = train(config, options.run_dir, init_from=options.init_from)
     get_logger(__name__).info(

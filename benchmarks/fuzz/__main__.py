@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names, numbers = [args.format], range(args.case, args.case + 1)
     scratch = Path(tempfile.mkdtemp(prefix="fuzz-", dir=MEMORY if MEMORY.is_dir() else None))
     place = args.fixtures.absolute() if args.fixtures else Path(tempfile.mkdtemp(prefix="fuzz-fixtures-"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left behind
     try:
         fuzzer = Fuzzer(place, scratch, args.jobs, args.seconds)
         fuzzer.prepare(names)

@@ -26,7 +26,6 @@ def serve(place: Path, fixtures: Path) -> Any:
         done = recommender.append(ids, ["item-7"] * len(ids), [now + 100] * len(ids), features=features)
         answers += [done, recommender.recommend(ids, now + 200, k=5)]
         answers.append(recommender.recommend_history(["item-1", "item-2", "unknown"], [now] * 3, now, k=5))
-    bundle.check("users")
     vectors = [read_users(path).embedding for path in bundle.parts("users")]
     return [[_plain(answer) for answer in answers], vectors]
 
@@ -40,9 +39,9 @@ def search_exactly(place: Path, fixtures: Path) -> Any:
 def run_programs(place: Path, fixtures: Path) -> Any:
     """What the portable programs compute."""
     bundle = Bundle.open(place)
-    bundle.check(PROGRAMS)
     state, rows, times = example(bundle.encoder(), 3, seed=1)
-    append, query = (torch.export.load(str(place / PROGRAMS / f"{name}.pt2")).module() for name in ("append", "query"))
+    files = (bundle.file(f"{PROGRAMS}/{name}.pt2") for name in ("append", "query"))
+    append, query = (torch.export.load(str(file)).module() for file in files)
     after = append(state.flat(), rows, times)
     return [[each.numpy() for each in after], query(after, times + 3600).detach().numpy()]
 
@@ -83,5 +82,6 @@ FORMATS = [
     _files("states", "states/*.bin"),
     _files("index", "index.faiss"),
     _files("programs", "programs/*.pt2", read=run_programs),
-    Format("store", "store", ("events.log",), open_store),
+    Format("store", "store", ("*",), open_store),
+    Format("store-killed", "killed-store", ("*",), open_store),
 ]

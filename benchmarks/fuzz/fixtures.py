@@ -8,6 +8,7 @@ export/                             of that run: index, states, programs
 store/                              of a Recommender that was told of events and users to forget
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import fuxi_torchrec
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.strict_yaml import dump
 
-LAST = "store"  # is made last
+LAST = "killed-store"  # is made last
 USERS, ITEMS, LATER = 40, 120, 3  # the last events of a user come after the export
 COLUMNS: dict[str, Any] = {"target_expression": "weight", "event_features": ["action", "surface", "tags"]}
 HISTORIES = SyntheticConfig(users=USERS, items=ITEMS, groups=6, window=10, median_length=25, length_sigma=0.8)
@@ -52,7 +53,7 @@ def make(place: Path) -> None:
     (place / "configs" / "experiment.yaml").write_text(dump(config))
     fuxi_torchrec.train(config, place / "run")
     fuxi_torchrec.export(place / "run", place / "export", fuxi_torchrec.ExportOptions(state_min_events=20))
-    _store(place / "export", place / "store")
+    _stores(place / "export", place / "store", place / "killed-store")
 
 
 def _logs(place: Path) -> None:
@@ -77,7 +78,7 @@ def _logs(place: Path) -> None:
         pq.write_table(part, place / f"{name}.parquet", row_group_size=400, write_page_checksum=True)
 
 
-def _store(export: Path, store: Path) -> None:
+def _stores(export: Path, store: Path, killed: Path) -> None:
     later = pq.read_table(export.parent / "log" / "later.parquet").to_pylist()
     with fuxi_torchrec.Recommender.load(export, log_dir=store) as recommender:
         for begin in range(0, len(later), 7):
@@ -87,3 +88,4 @@ def _store(export: Path, store: Path) -> None:
             recommender.append(users, items, times, features)
             if begin == 28:
                 recommender.forget(["user-3", "user-4"])
+        shutil.copytree(store, killed)  # what a process leaves that ends here

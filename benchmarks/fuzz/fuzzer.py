@@ -64,7 +64,10 @@ class Fuzzer:
                 bad = sum(each.kind not in GOOD for each in found.values())
                 print(f"{len(found):,} of {len(cases):,} cases, {bad} bad, {shown - began:.0f} s", flush=True)
         for case in [case for case in cases if found[case].kind not in GOOD]:
+            first = found[case]
             found.update(self._outcomes([case], 1))
+            if found[case].kind in GOOD:
+                print(f"{case}: {first.kind} at first ({first.message[:300]}), then {found[case].kind}", flush=True)
         return [
             (case, found[case])
             for case in sorted(cases, key=lambda case: (list(FORMATS).index(case.format), case.number))

@@ -39,11 +39,14 @@ class _Service:
     def __init__(self, export: Path, store: Path) -> None:
         import uvicorn
 
+        from fuxi_torchrec.serving.http.connections import ConnectionLimits
+        from fuxi_torchrec.serving.http.protocol import bounded
         from fuxi_torchrec.serving.http.service import create_app
 
         self.recommender = Recommender.load(export, log_dir=store)
         self.bodies = requests(self.recommender.manifest.as_of)
-        config = uvicorn.Config(create_app(self.recommender, TOKEN), port=0, log_level="critical", access_log=False)
+        app, protocol = create_app(self.recommender, TOKEN), bounded(ConnectionLimits(), lambda _: None)
+        config = uvicorn.Config(app, http=protocol, ws="none", port=0, log_level="critical", access_log=False)  # type: ignore[arg-type]
         self.server = uvicorn.Server(config)
         threading.Thread(target=self.server.run, daemon=True).start()
         while not self.server.started:
@@ -154,7 +157,7 @@ def _judge(
 
 def _says_why(said: bytes, key: str | None) -> bool:
     """Whether an answer is a text that names what it is about."""
-    words = ("body", "token", "HTTP request", "Not Found", "Not Allowed", *([key] if key else []))
+    words = ("body", "token", "Content-Type", "HTTP request", "Not Found", "Not Allowed", *([key] if key else []))
     return any(word in said.decode(errors="replace") for word in words)
 
 
@@ -192,9 +195,14 @@ def _wrong(service: _Service, path: str, body: Any, answer: Any, before: int) ->
             now,
             k,
             bool(body.get("exclude_seen", False)),
-            [event.get("features") or {} for event in events],
+            [_given(event.get("features") or {}) for event in events],
         )
     return difference(answer, json.loads(json.dumps(own.to_dict())))
+
+
+def _given(features: dict[str, Any]) -> dict[str, Any]:
+    """Without those that are null: they are not given."""
+    return {name: value for name, value in features.items() if value is not None}
 
 
 FORMATS = [HttpFormat("http-bodies", head=False), HttpFormat("http-headers", head=True)]

@@ -126,6 +126,8 @@ class Dataset:
     @staticmethod
     def open(path: str | Path) -> "Dataset":
         """Read the description; a DataError if there is none."""
+        if not str(path):
+            raise DataError("data.path is not set: name the directory of a prepared dataset, data.path=DIR")
         where = f"{str(path).rstrip('/')}/{INFO}"
         try:
             text = read_bytes(where)

@@ -144,6 +144,14 @@ class Loader:
             position.epoch, position.step, self.rank, self.world_size, self.max_events_per_rank
         )
 
+    def most_events(self, epoch: int) -> int:
+        """Events of the largest micro-batch of any rank, at most."""
+        largest, longest = (
+            int(self.schedule.loads(epoch, self.world_size).max()),
+            int(self.schedule.sequences.cost.max()),
+        )
+        return largest if self.max_events_per_rank is None else min(largest, max(self.max_events_per_rank, longest))
+
     def balance(self, epoch: int) -> float:
         """Events of each step's busiest rank over the mean, for which the others wait: 1 is perfect."""
         loads = self.schedule.loads(epoch, self.world_size)

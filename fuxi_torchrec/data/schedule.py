@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 
 from fuxi_torchrec.events.batching import batch_ends
+from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.histories import Ints, bounds_of
 from fuxi_torchrec.schema import Record
 
@@ -55,7 +56,8 @@ class Plan:
         for name in ("max_length", "batch_events", "batch_users", "num_streams", "shuffle_blocks"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= _MOST:
-                raise ValueError(f"{name} must be at least 1 and at most {_MOST}, not {value}")
+                bound = "at least 1" if value < 1 else f"at most {_MOST}"
+                raise ValueError(f"{name} must be {bound}, not {value}")
         if self.num_streams > _MOST_STREAMS:
             what = f"num_streams (batch.streams) must be at most {_MOST_STREAMS}, not {self.num_streams}"
             raise ValueError(f"{what}: there need be no more than ranks")
@@ -94,7 +96,7 @@ def streams_of_rank(rank: int, world_size: int, num_streams: int) -> range:
     """The streams of a rank: a range, so that it reads neighbouring rows."""
     if world_size > num_streams:
         cure = "raise num_streams (batch.streams)"
-        raise ValueError(f"{world_size} ranks need at least as many streams, there are {num_streams}: {cure}")
+        raise DataError(f"{world_size} ranks need at least as many streams, there are {num_streams}: {cure}")
     return range(num_streams * rank // world_size, num_streams * (rank + 1) // world_size)
 
 

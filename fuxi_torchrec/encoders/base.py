@@ -23,6 +23,7 @@ from fuxi_torchrec.encoders.state import EncoderState, GrowingState, States
 _FORMAT = 2  # of what a configuration stands for; part of the fingerprint
 _QUERY_EVENTS = 2**16  # held events that one call of forward answers from
 _MEASURED = 256  # events of which activations are measured
+_MOST, _MOST_LAYERS = 2**28, 2**10  # of a size and of layers: beyond them even counting overflows, or takes long
 
 
 def setting(default: Any, help: str, operational: bool = False, training: bool = False, **bounds: float) -> Any:
@@ -56,6 +57,8 @@ class EncoderConfig:
                 object.__setattr__(self, each.name, tuple(value))
         for name in ("dim", "max_positions"):
             check_positive(name, getattr(self, name))
+        if getattr(self, "num_layers", 1) > _MOST_LAYERS:
+            raise ValueError(f"num_layers must be at most {_MOST_LAYERS}")
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what parameters and states mean."""
@@ -77,6 +80,8 @@ def check_positive(name: str, value: object) -> None:
     """Refuse what is no positive integer, True included."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name} must be a positive integer, not {value!r}")
+    if value > _MOST:
+        raise ValueError(f"{name} must be at most {_MOST}")
 
 
 class ParameterGroups(NamedTuple):

@@ -2,11 +2,15 @@
 
 A kind is a name below, or ``package.module:Class`` of any importable :class:`SequenceEncoder`: an encoder of your own
 is trained, evaluated, exported and served without a line here. Its configuration's ``kind`` is that path, so that
-every rank and every later program finds the class again. As with any plug-in, the module named is imported.
+every rank and every later program finds the class again. A module runs when it is imported, so a file from elsewhere
+never makes anybody import one (:func:`only_imported`): your own code, configuration or ``--encoder`` does.
 """
 
 import importlib
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -27,6 +31,7 @@ _KINDS = {
     "ttt4rec": _HERE + "ttt4rec:TTT4RecEncoder",
     "tim4rec": _HERE + "tim4rec:TiM4RecEncoder",
 }
+_may_import = ContextVar("may_import", default=True)
 
 
 def kinds() -> list[str]:
@@ -37,6 +42,16 @@ def kinds() -> list[str]:
         ['fuxi_linear', 'sasrec', 'hstu']
     """
     return list(_KINDS)
+
+
+@contextmanager
+def only_imported() -> Iterator[None]:
+    """Inside, an encoder's module is not imported: for what run directories, checkpoints and exports name."""
+    before = _may_import.set(False)
+    try:
+        yield
+    finally:
+        _may_import.reset(before)
 
 
 def encoder_class(kind: str) -> type[SequenceEncoder]:
@@ -52,6 +67,11 @@ def encoder_class(kind: str) -> type[SequenceEncoder]:
     if not separator:
         known = ", ".join(_KINDS)
         raise ValueError(f"unknown encoder {kind!r}: known are {known}, and package.module:Class of your own")
+    if kind not in _KINDS and module not in sys.modules and not _may_import.get():
+        raise ValueError(
+            f"the encoder {kind!r} is code outside of this package, which is not run because a file names it: if you "
+            f"trust it, give --encoder {kind}, or import {module} before"
+        )
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:

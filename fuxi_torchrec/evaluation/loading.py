@@ -22,6 +22,7 @@ from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, placements, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.encoders.base import SequenceEncoder
+from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.histories import Ints, Ragged
@@ -45,7 +46,7 @@ _SHARDINGS: tuple[tuple[Sharding, Sharding], ...] = (
 )
 
 
-class RetrievalError(ValueError):
+class RetrievalError(FuxiError, ValueError):
     """What cannot be evaluated or exported as asked."""
 
 
@@ -111,6 +112,7 @@ def load(
     path = broadcast_from_rank_0("looking for the checkpoint", lambda: find_checkpoint(directory.checkpoints, which))
     info = checkpoints.read_info(path)
     with raise_on_all_ranks("opening the dataset"):
+        directory.check_trained(config, info, path)
         if info.identity.encoder != config.model.identity():
             raise CheckpointError(
                 f"{path}: the checkpoint's encoder is not that of {directory.path}/config.yaml, or was made by another "

@@ -27,6 +27,9 @@ class Database:
         near: the directory is made in this one; in the system's for temporary files if None.
         memory_limit: for example ``"1GB"``. One half is DuckDB's, ``budget`` the other half, in bytes.
         in_memory: tables are in memory, and in the directory only if they do not fit.
+
+    Attributes:
+        about: the file that is read, for messages that do not name one.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class Database:
     ) -> None:
         self._pool = ThreadPoolExecutor(1)
         self._running: Future[Any]
+        self.about = ""
         self.place = tempfile.mkdtemp(prefix="prepare-", dir=near)
         settings = {"memory_limit": memory_limit, "threads": threads, "temp_directory": self.place}
         try:
@@ -92,7 +96,8 @@ class Database:
         self.connection.close()
         shutil.rmtree(self.place, ignore_errors=True)
         if isinstance(error, duckdb.Error):
-            raise DataError(_without_hints(str(error))) from None
+            what = _without_hints(str(error))
+            raise DataError(what if self.about in what else f"{self.about}: {what}") from None
 
 
 def _bytes(text: str) -> int:

@@ -36,7 +36,8 @@ class Ingestion:
     """
 
     def __init__(self, database: Database, source: Source, keep: bool = False) -> None:
-        self.database, self.source, self._name = database, source, source.files[0]
+        self.database, self.source = database, source
+        self._name = database.about = source.files[0]
         found = {row[0]: row[1] for row in database.rows(f"DESCRIBE SELECT * FROM {source.reader}")}
         self._numbered = ROW in found
         for ours in (FILE, ROW):

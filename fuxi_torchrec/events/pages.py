@@ -22,20 +22,23 @@ def rows_and_columns(path: str, columns: Collection[str]) -> tuple[int, list[str
         try:
             rows = connection.execute("SELECT num_rows FROM parquet_file_metadata(?)", [path]).fetchall()
             chunks = connection.execute(
-                "SELECT path_in_schema, coalesce(least(dictionary_page_offset, data_page_offset), data_page_offset), "
-                "total_compressed_size FROM parquet_metadata(?)",
+                "SELECT path_in_schema, dictionary_page_offset, data_page_offset, total_compressed_size "
+                "FROM parquet_metadata(?)",
                 [path],
             ).fetchall()
             names = connection.execute(f"DESCRIBE SELECT * FROM read_parquet({_quoted(path)})").fetchall()
         except duckdb.Error as error:
             what = str(error).split("\n")[0]
             raise DataError(f"{path}: not a readable Parquet file, perhaps cut short: {what}") from None
+    length = os.path.getsize(path)
     with open(path, "rb") as file:
-        for name, start, size in chunks:
-            if name.split(", ")[0] in columns:
-                chunk = os.pread(file.fileno(), size, start)
+        for name, *offsets, size in chunks:
+            start = min((offset for offset in offsets if offset), default=None)  # 0 and null stand for none
+            if name.split(", ")[0] in columns and start is not None:
                 try:
-                    checked = _check(chunk)
+                    if not 0 <= start <= start + size <= length:
+                        raise ValueError("there is no such part")
+                    checked = _check(os.pread(file.fileno(), size, start))
                 except (IndexError, KeyError, ValueError) as error:
                     where = f"column {name}, bytes {start:,} to {start + size:,}"
                     raise DataError(f"{path}: damaged, {where}: {error or 'no page'}; take another copy") from None

@@ -18,6 +18,7 @@ programs/query.pt2, append.pt2   torch.export programs. None if states grow
 """
 
 import dataclasses
+import json
 import math
 import re
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from torch import Tensor
 from fuxi_torchrec.artifacts import crc32_of, inside, sync, write_atomically
 from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.encoders.norms import unit_length
-from fuxi_torchrec.encoders.registry import config_from, make_encoder
+from fuxi_torchrec.encoders.registry import config_class, make_encoder, only_imported
 from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
@@ -220,14 +221,25 @@ class Bundle:
 
     def encoder(self) -> SequenceEncoder:
         """The encoder, ready to serve."""
+        model, where = self.manifest.model, f"{self.path / MANIFEST}: model"
         try:
-            encoder = make_encoder(config_from(self.manifest.model))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ExportError(f"{self.path / MANIFEST}: model is not an encoder's configuration: {error}") from None
+            with only_imported():
+                schema = config_class(str(model.get("kind")))
+            if odd := sorted(model.keys() ^ {field.name for field in dataclasses.fields(schema)}):
+                raise ExportError(f"{where}: {', '.join(odd)} is missing or unexpected; {_AGAIN}")
+            size = self.manifest.files[ENCODER].size
+            if large := [name for name, value in model.items() if isinstance(value, int) and value > size]:
+                raise ExportError(f"{where}: {large[0]} = {model[large[0]]} does not fit the {size} bytes of {ENCODER}")
+            config = read_json(schema, json.dumps(model), where, ExportError, _AGAIN)
+            encoder = make_encoder(config)
+        except ExportError:
+            raise
+        except Exception as error:  # of any encoder's own code
+            raise ExportError(f"{where} is not an encoder's configuration: {error}") from None
         try:
             encoder.load_state_dict(load_file(self.file(ENCODER)))
         except (RuntimeError, SafetensorError) as error:
-            raise ExportError(f"{self.path / ENCODER}: not the weights of this encoder: {error}") from None
+            raise ExportError(f"{self.path / ENCODER}: not the weights of {MANIFEST}'s model: {error}") from None
         return encoder.eval().requires_grad_(False)
 
     def tables(self) -> dict[str, Tensor]:

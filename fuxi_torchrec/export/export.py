@@ -17,7 +17,7 @@ from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.evaluation.loading import Loaded, own_dataset
 from fuxi_torchrec.events import parquet
-from fuxi_torchrec.events.times import NAMES, PER_SECOND, YEAR, parse_time, show_time
+from fuxi_torchrec.events.times import NAMES, last_time, likely_unit, parse_time, show_time
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
     FEATURES,
@@ -56,8 +56,6 @@ RULES = {
     "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
 }
 
-_AHEAD = 100  # years after the data's last event; a later request time is implausible
-
 
 def choose_as_of(run: Loaded, options: ExportOptions) -> int:
     """The users' request time; refused if it is implausible."""
@@ -65,13 +63,12 @@ def choose_as_of(run: Loaded, options: ExportOptions) -> int:
     if options.as_of is None:
         return info.last_time
     as_of, unit = parse_time(options.as_of, info.time_unit), info.time_unit
-    first, latest = info.first_time, info.last_time + _AHEAD * YEAR * PER_SECOND[unit]
-    if not first <= as_of <= latest:
-        for other, per_second in PER_SECOND.items():
-            if first <= as_of * PER_SECOND[unit] // per_second <= latest:
-                raise ExportError(f"--as-of {as_of} looks like {NAMES[other]}: the data's times are in {NAMES[unit]}")
-        if as_of > latest:
-            raise ExportError(f"--as-of {as_of} is over {_AHEAD} years after the data: times are in {NAMES[unit]}")
+    first = info.first_time
+    if not first <= as_of <= last_time(unit):
+        if other := likely_unit(as_of, unit):
+            raise ExportError(f"--as-of {as_of} looks like {NAMES[other]}: the data's times are in {NAMES[unit]}")
+        if as_of > first:
+            raise ExportError(f"--as-of {as_of} is after the year 2200: times are in {NAMES[unit]}")
         raise ExportError(
             f"--as-of {as_of} ({show_time(as_of, unit)}) is before the data's first event, {first} "
             f"({show_time(first, unit)}): times are in {NAMES[unit]}"
@@ -106,6 +103,8 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
         with raise_on_all_ranks("renaming the output"):
             if run.world.rank == 0:
                 new.commit()
+    except OSError as error:  # a full disk, most likely
+        raise ExportError(f"{output}: cannot be written: {error}") from None
     finally:
         new.end()
     return manifest

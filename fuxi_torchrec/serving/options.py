@@ -14,7 +14,7 @@ Search = Literal["index", "exact"]
 class RecommenderOptions:
     """How an export is opened."""
 
-    log_dir: Path | None = option(None, "of appended events; the export's path and .log by default")
+    log_dir: Path | None = option(None, "the store of appended events; the export's path and .log by default")
     verify: Verify = option("checksums", "what of the export's files is checked before they are first used")
     cache_mib: int = option(512, "memory for states of recent users; others are read or encoded again", least=0)
     search: Search = option("index", "use the export's FAISS index if it has one, or score every item")

@@ -1,9 +1,8 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.export.options import Verify
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.serving.appending import Appender
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, feature_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.live_users import LiveUsers
@@ -26,7 +26,6 @@ from fuxi_torchrec.serving.requests import (
     Checks,
     Event,
     Features,
-    FullError,
     ItemId,
     Request,
     UserId,
@@ -37,18 +36,6 @@ from fuxi_torchrec.serving.store import STORE_FILE, Content, Store, about_of, re
 from fuxi_torchrec.serving.stored import StoredUsers
 
 logger = get_logger(__name__)
-
-_EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is queried
-
-
-@dataclass(eq=False)
-class _Waiting:
-    """Events of a caller, with dense indices of the items, until they are on disk or it is known why they are not."""
-
-    found: list[tuple[Event, int]]
-    accepted: list[bool] = field(default_factory=list)
-    error: BaseException | None = None
-    done: bool = False
 
 
 class Recommender:
@@ -70,9 +57,7 @@ class Recommender:
         self._checks = Checks(self.manifest, self.feature_rows)
         self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         self.users = LiveUsers(self._model, StoredUsers(bundle, self._model), texts, options.cache_mib << 20)
-        self.max_recent_events = options.max_recent_events
-        self._store = store
-        self._appending, self._waiting = threading.Lock(), deque[_Waiting]()
+        self._appender = Appender(self.users, store, options.max_recent_events)
         if content is not None:
             replay(content, bundle.manifest, self._catalogue, self.users, store)
 
@@ -119,10 +104,7 @@ class Recommender:
 
     def close(self) -> None:
         """Let go of the store of appended events."""
-        with self._appending:
-            if self._store is not None:
-                self._store.close()
-                self._store = None
+        self._appender.close()
 
     def __enter__(self) -> "Recommender":
         return self
@@ -274,7 +256,7 @@ class Recommender:
         if self._filter is not None:
             self._filter.check(events)
             events = [event for event, keep in zip(events, self._filter.keep(events), strict=True) if keep]
-        return [replace(event, columns=None) if event.columns else event for event in events]
+        return [event._replace(columns=None) if event.columns else event for event in events]
 
     def append_events(self, groups: Sequence[Sequence[Event]], checked: bool = False) -> list[Appended]:
         """The same for the events of several callers, with one write and one wait for the disk.
@@ -282,7 +264,7 @@ class Recommender:
         Args:
             checked: the callers have made sure that every event can be appended, and :meth:`select`-ed them.
         """
-        self._writable()
+        self._appender.check()
         if not checked:
             self._checks.events([event for group in groups for event in group])
         counts, found = list[Counter[str]](), list[tuple[Counter[str], Event, int]]()
@@ -294,54 +276,15 @@ class Recommender:
             count["rare_items"], count["unknown_items"] = items.count(LEFT_OUT), items.count(UNKNOWN)
             pairs = zip(selected, items, strict=True)
             found += [(count, event, item) for event, item in pairs if item != LEFT_OUT]
-        mine, crowded = _Waiting([(event, item) for _, event, item in found]), set[UserId]()
-        self._waiting.append(mine)
-        with self._appending:  # who comes meanwhile waits, and is then written together
-            if not mine.done:
-                crowded = self._append_waiting()
-        if mine.error is not None:
-            raise mine.error
+        accepted, crowded = self._appender.append([(event, item) for _, event, item in found])
         if crowded:
             try:
                 self.users.states(self.users.snapshots(list(crowded)))
             except Exception:  # the events are on disk, and that is all that append promises
                 logger.exception("%d users could not be encoded; they are when they are queried", len(crowded))
-        for (count, *_), ok in zip(found, mine.accepted, strict=True):
+        for (count, *_), ok in zip(found, accepted, strict=True):
             count["accepted" if ok else "late"] += 1
         return [Appended(**count) for count in counts]
-
-    def _append_waiting(self) -> set[UserId]:
-        """Write the events of all who wait, in one commit; users of whom many events wait to be encoded."""
-        batch = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        kept, last, crowded = list[tuple[Event, int]](), dict[UserId, int](), set[UserId]()
-        try:
-            for one in batch:
-                with self.users.lock:
-                    one.accepted, after = self.users.accepted((event for event, _ in one.found), last)
-                new = [pair for pair, ok in zip(one.found, one.accepted, strict=True) if ok]
-                held = self.users.recent_events + len(kept)
-                if new and held + len(new) > self.max_recent_events:
-                    one.error = FullError(
-                        f"{held:,} events since the export are in memory, and {len(new):,} more pass the limit of "
-                        f"{self.max_recent_events:,}: nothing was appended. Refresh and restart on the new export, or "
-                        "give a higher --max-recent-events (max_recent_events) and more memory"
-                    )
-                else:
-                    kept += new
-                    last |= after
-            self._writable().append(event for event, _ in kept)
-        except BaseException as error:
-            for one in batch:
-                one.error = one.error or error
-        else:
-            with self.users.lock:
-                for event, item in kept:
-                    self.users.add(event, item)
-                    if self.users.waiting(event.user_id) % _EAGER == 0:
-                        crowded.add(event.user_id)
-        for one in batch:
-            one.done = True
-        return crowded
 
     def forget(self, user_ids: Sequence[UserId]) -> int:
         """Remove users: from now on they are unknown, here and on later exports. How many were known.
@@ -351,17 +294,7 @@ class Recommender:
         user_ids = plain(user_ids)
         for user in user_ids:
             self._checks.user(user, "user id")
-        wanted = list(dict.fromkeys(user_ids))
-        with self._appending:
-            store = self._writable()
-            with self.users.lock:
-                known = sum(self.users.is_known(user) for user in wanted)
-            if wanted:
-                store.forget(wanted)
-            with self.users.lock:
-                for user in wanted:  # also who is unknown now: the next export may know the user
-                    self.users.forget(user)
-        return known
+        return self._appender.forget(list(dict.fromkeys(user_ids)))
 
     # --- inspecting --------------------------------------------------------------------------------------------------
 
@@ -371,7 +304,7 @@ class Recommender:
 
     def info(self) -> dict[str, Any]:
         """Version and size of what is served; it waits for nobody, so the numbers may be of different moments."""
-        m, users, store = self.manifest, self.users, self._store
+        m, users, store = self.manifest, self.users, self._appender.store
         return {
             "model_id": m.model_id,
             "as_of": m.as_of,
@@ -380,15 +313,10 @@ class Recommender:
             "users": m.users,
             "recent_users": len(users.recent),
             "recent_events": users.recent_events,
-            "max_recent_events": self.max_recent_events,
+            "max_recent_events": self._appender.max_recent_events,
             "forgotten_users": len(users.forgotten),
             "cached_states": users.cached,
             "damaged_states": users.stored.damaged,
             "log_bytes": store.size if store is not None else 0,
             "log_failed": store is not None and store.failed is not None,
         }
-
-    def _writable(self) -> Store:
-        if self._store is None:
-            raise ValueError("this Recommender is closed or was loaded with read_only=True: nothing can be appended")
-        return self._store

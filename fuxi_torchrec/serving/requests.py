@@ -1,8 +1,8 @@
 """What a Recommender takes and answers, and the checks of both."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,8 +61,7 @@ class FullError(ExportError):
     """No more events fit into memory: an export that has them is needed."""
 
 
-@dataclass(frozen=True, slots=True)  # there are many of them
-class Event:
+class Event(NamedTuple):  # there are many of them
     """One event, with raw ids.
 
     Attributes:
@@ -116,23 +115,25 @@ class Checks:
         """Events; anonymous ones have no user, and their times must not fall."""
         for n, event in enumerate(events):
             if not anonymous:
-                self.user(event.user_id, f"user id {n}")
-            _check_id(event.item_id, self.manifest.item_id_type, f"item id {n}")
-            self.time(event.timestamp, f"timestamp {n}", check_event_time)
+                self.user(event.user_id, "user id", n)
+            _check_id(event.item_id, self.manifest.item_id_type, "item id", n)
+            _check_integer(event.timestamp, self.manifest.time_unit, "timestamp", n)
             for name, value in (event.features or {}).items():
                 self._feature(n, name, value)
             if anonymous and n and event.timestamp < events[n - 1].timestamp:
                 raise ValueError(
                     f"timestamps must not fall: timestamps[{n}] = {event.timestamp} after {events[n - 1].timestamp}"
                 )
+        times = [event.timestamp for event in events]
+        for time in {min(times), max(times)} if times else ():  # all are fine if these are
+            self.time(time, f"timestamp {times.index(time)}", check_event_time)
 
-    def user(self, user_id: Any, what: str) -> None:
-        _check_id(user_id, self.manifest.user_id_type, what)
+    def user(self, user_id: Any, *what: object) -> None:
+        _check_id(user_id, self.manifest.user_id_type, *what)
 
     def time(self, time: Any, what: str, check: Callable[[int, int, str, str], int] = check_time) -> None:
         """A time in the export's unit, not far from it."""
-        if isinstance(time, bool) or not isinstance(time, int | np.integer):
-            raise ValueError(f"{what} must be an integer in the export's unit, {self.manifest.time_unit}, not {time!r}")
+        _check_integer(time, self.manifest.time_unit, what)
         check(int(time), self.manifest.as_of, self.manifest.time_unit, what)
 
     def k(self, k: Any) -> None:
@@ -158,7 +159,7 @@ def plain(values: Any) -> list[Any]:
     """Python's own numbers, of a list, an array or a tensor."""
     if isinstance(values, str | int):
         raise ValueError(f"a list is needed, not {values!r} alone")
-    return values.tolist() if hasattr(values, "tolist") else [getattr(v, "item", lambda v=v: v)() for v in values]
+    return values.tolist() if hasattr(values, "tolist") else [v.item() if hasattr(v, "item") else v for v in values]
 
 
 def make_events(
@@ -180,9 +181,22 @@ def make_events(
     return [Event(*each) for each in zip(*(there[what] for what in given), strict=True)]
 
 
-def _check_id(value: Any, kind: str, what: str) -> None:
+def _check_integer(value: Any, unit: str, *what: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{_joined(what)} must be an integer in the export's unit, {unit}, not {value!r}")
+
+
+def _check_id(value: Any, kind: str, *what: object) -> None:
     if kind == "string":
         if not isinstance(value, str) or not value:
-            raise ValueError(f"{what} must be text, as in the export, not {value!r}")
+            raise ValueError(f"{_joined(what)} must be text, as in the export, not {value!r}")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{_joined(what)} is no text that can be written to a file: {value!r}") from None
     elif isinstance(value, bool) or not isinstance(value, int | np.integer) or not -(2**63) <= value < 2**63:
-        raise ValueError(f"{what} must be an integer of 64 bits, as in the export, not {value!r}")
+        raise ValueError(f"{_joined(what)} must be an integer of 64 bits, as in the export, not {value!r}")
+
+
+def _joined(what: Iterable[object]) -> str:
+    return " ".join(map(str, what))

@@ -4,9 +4,10 @@
 are those that the export before lacked, so that one can go back to it. A row without an item says that the user was
 forgotten. ``state`` is a row about them.
 
-Nothing that was acknowledged is lost in silence: each row has a checksum, ``state`` their number and sum, and SQLite
-checks its pages on opening. A damaged write-ahead log is to SQLite one that ends before the damage: so the number of
-commits is written to a file beside it, after each commit and before it is acknowledged.
+Nothing that was acknowledged is lost in silence: each row has a checksum over its number too, ``state`` the number and
+sum of those until a row, later ones follow without a gap, and SQLite checks its pages on opening. A damaged write-ahead
+log is to SQLite one that ends before the damage: so the last row's number is written to a file beside it, after each
+commit and before it is acknowledged.
 """
 
 import contextlib
@@ -26,13 +27,15 @@ from fuxi_torchrec.serving.requests import Event, UserId
 
 VERSION = 1
 STORE_FILE, MARK_FILE = "events.sqlite", "acknowledged"
-_MARK = struct.Struct("<QI")  # commits, crc32
+_MARK = struct.Struct("<QI")  # number of the last row, crc32
+_PAGE = 1024  # bytes: a commit of an event writes a page or two
 _WAIT = 10.0  # seconds, for a process that reads
 _TABLES = {
     "events": "CREATE TABLE events (seq INTEGER PRIMARY KEY, user, item, time, features, live, checksum)",
-    "state": "CREATE TABLE state (version, export, commits, rows, checksums, erased, checksum)",
+    "state": "CREATE TABLE state (version, export, until, rows, checksums, erased, checksum)",
 }
 _INSERT = "INSERT INTO {} VALUES (?, ?, ?, ?, ?, ?, ?)"
+_UPDATE = "UPDATE state SET version = ?, export = ?, until = ?, rows = ?, checksums = ?, erased = ?, checksum = ?"
 
 
 class Row(NamedTuple):
@@ -50,17 +53,25 @@ class Row(NamedTuple):
 
 
 class State(NamedTuple):
-    """About the rows, and the export that is served (JSON); ``erased`` until no trace of deleted rows is on disk."""
+    """About the rows until one, and the export that is served (JSON); ``erased`` until no trace of deleted rows is on
+    disk.
+    """
 
     version: int
     export: str
-    commits: int = 0
+    until: int = 0
     rows: int = 0
     checksums: int = 0
     erased: int = 0
 
-    def plus(self, checksums: Sequence[int], sign: int = 1) -> "State":
-        return self._replace(rows=self.rows + sign * len(checksums), checksums=self.checksums + sign * sum(checksums))
+    def after(self, new: Sequence[tuple[Any, ...]], gone: Sequence[int] = ()) -> "State":
+        """With rows more, and without those of some checksums."""
+        checksums = [row[-1] for row in new]
+        return self._replace(
+            until=max([self.until, *(row[0] for row in new)]),
+            rows=self.rows + len(new) - len(gone),
+            checksums=self.checksums + sum(checksums) - sum(gone),
+        )
 
 
 class Content(NamedTuple):
@@ -106,14 +117,20 @@ def _read(path: Path, mode: str) -> Content:
     for row in states + rows:
         if row != _summed(row[:-1]):
             raise _damaged(path, f"the row {row[:3]} has another checksum")
-    state, checksums = State(*states[0][:-1]) if states else None, [row[-1] for row in rows]
+    state = State(*states[0][:-1]) if states else None
     if state is None or state.version != VERSION:
         raise ExportError(f"{path}: a store of version {state and state.version}, this software reads {VERSION}")
-    if (state.rows, state.checksums) != (len(rows), sum(checksums)):
-        raise _damaged(path, f"{len(rows)} of {state.rows} rows are there, or other ones")
-    if state.commits < acknowledged:
-        what = f"{state.commits} of {acknowledged} acknowledged commits are there ({path.name}-wal is damaged, or an"
-        raise _damaged(path, f"{what} older copy was put in place: then delete {MARK_FILE})")
+    old = [row[-1] for row in rows if row[0] <= state.until]
+    new = rows[len(old) :]
+    gaps = [row[0] for row in new] != list(range(state.until + 1, state.until + 1 + len(new)))
+    if gaps or (state.rows, state.checksums) != (len(old), sum(old)):
+        raise _damaged(
+            path, f"{len(old)} of {state.rows} rows until {state.until} are there, or rows are missing after"
+        )
+    state = state.after(new)
+    if state.until < acknowledged:
+        what = f"rows until {state.until} of {acknowledged} acknowledged ones are there ({path.name}-wal is damaged, or"
+        raise _damaged(path, f"{what} an older copy was put in place: then delete {MARK_FILE})")
     found = [Row(*row[:-1]) for row in rows]
     events, forgotten = ([row for row in found if (row.item is None) == gone] for gone in (False, True))
     return Content(state, events, forgotten, json.loads(state.export))
@@ -135,13 +152,13 @@ def _acknowledged(path: Path) -> int:
     data = path.read_bytes() if path.exists() else b""
     if not data.strip(b"\0"):
         return 0
-    if len(data) != _MARK.size or _mark(commits := _MARK.unpack(data)[0]) != data:
+    if len(data) != _MARK.size or _mark(last := _MARK.unpack(data)[0]) != data:
         raise ExportError(f"{path}: the file is damaged: delete it if {STORE_FILE} beside it is as it should be")
-    return int(commits)
+    return int(last)
 
 
-def _mark(commits: int) -> bytes:
-    return _MARK.pack(commits, zlib.crc32(b"%d" % commits))
+def _mark(last: int) -> bytes:
+    return _MARK.pack(last, zlib.crc32(b"%d" % last))
 
 
 def _summed(row: Sequence[Any]) -> tuple[Any, ...]:
@@ -178,17 +195,16 @@ class Store:
         """What is in it; a new one is for an export."""
         if not self.path.exists():
             with replace_file(self.path) as aside, contextlib.closing(_connect(aside, "mode=rwc")) as database:
+                database.execute(f"PRAGMA page_size = {_PAGE}")
                 database.execute("PRAGMA journal_mode = WAL")
                 for sql in _TABLES.values():
                     database.execute(sql)
                 database.execute(_INSERT.format("state"), _summed(State(VERSION, json.dumps(about))))
         content = read_store(self.path.parent)  # before it is written to, so that damage stays as it is
-        self._state = content.state
-        self._last = max((row.seq for row in (*content.events, *content.forgotten)), default=0)
         self._database = self._held.enter_context(contextlib.closing(_connect(self.path, "mode=rw")))
         self._database.execute("PRAGMA synchronous = FULL")
         self._database.execute("PRAGMA secure_delete = ON")
-        self._acknowledge()
+        self._acknowledge(content.state)
         return content
 
     @property
@@ -199,20 +215,25 @@ class Store:
     def append(self, events: Iterable[Event]) -> None:
         """Add events, in one commit."""
         rows = [
-            Row(seq, one.user_id, one.item_id, int(one.timestamp), json.dumps(one.features) if one.features else None)
-            for seq, one in enumerate(events, self._last + 1)
+            _summed((seq, user, item, int(time), json.dumps(features) if features else None, 1))
+            for seq, (user, item, time, features, _) in enumerate(events, self._state.until + 1)
         ]
-        if rows:
-            self._change((), rows, self._state)
+        if not rows:
+            return
+        with self._reported():
+            self._database.execute("BEGIN IMMEDIATE")
+            self._database.executemany(_INSERT.format("events"), rows)
+            self._database.execute("COMMIT")
+        self._acknowledge(self._state.after(rows))
 
     def forget(self, users: Sequence[UserId]) -> None:
         """Delete everything of users, and remember them as forgotten."""
-        rows = [Row(seq, user, None, None) for seq, user in enumerate(users, self._last + 1)]
+        rows = [Row(seq, user, None, None) for seq, user in enumerate(users, self._state.until + 1)]
         self._change(users, rows, self._state._replace(erased=1))
 
     def rewrite(self, about: dict[str, Any], rows: Sequence[Row]) -> None:
         """Go on with an export and these rows; no trace of others is left on disk."""
-        state = State(VERSION, json.dumps(about), self._state.commits, erased=1)
+        state = State(VERSION, json.dumps(about), self._state.until, erased=1)
         self._change(None, rows, state)
         with self._reported():
             self._database.execute("VACUUM")
@@ -220,25 +241,22 @@ class Store:
         if not busy:  # nobody reads what was before; otherwise the next start does it again
             self._change((), (), self._state._replace(erased=0))
 
-    def _change(self, users: Sequence[UserId] | None, new: Sequence[Row], state: State) -> None:
+    def _change(self, users: Sequence[UserId] | None, new: Iterable[tuple[Any, ...]], state: State) -> None:
         """Delete everything of users, or everything, and add rows, in one commit that leads to a state."""
-        rows, database = [_summed(row) for row in new], self._database
+        rows, gone, database = [_summed(row) for row in new], list[int](), self._database
         with self._reported():
             database.execute("BEGIN IMMEDIATE")
             if users is None:
                 database.execute("DELETE FROM events")
             elif users:
-                gone = "FROM events WHERE user IN (SELECT value FROM json_each(?))"
-                given = (json.dumps(list(users)),)
-                state = state.plus([each for (each,) in database.execute(f"SELECT checksum {gone}", given)], -1)
-                database.execute(f"DELETE {gone}", given)
+                those, given = "FROM events WHERE user IN (SELECT value FROM json_each(?))", (json.dumps(users),)
+                gone = [checksum for (checksum,) in database.execute(f"SELECT checksum {those}", given)]
+                database.execute(f"DELETE {those}", given)
             database.executemany(_INSERT.format("events"), rows)
-            state = state.plus([row[-1] for row in rows])._replace(commits=state.commits + 1)
-            database.execute("DELETE FROM state")
-            database.execute(_INSERT.format("state"), _summed(state))
+            state = state.after(rows, gone)
+            database.execute(_UPDATE, _summed(state))
             database.execute("COMMIT")
-        self._state, self._last = state, max([self._last, *(row.seq for row in new)])
-        self._acknowledge()
+        self._acknowledge(state)
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
@@ -256,8 +274,9 @@ class Store:
             if self._database.in_transaction:
                 self._database.execute("ROLLBACK")
 
-    def _acknowledge(self) -> None:
-        os.pwrite(self._mark.fileno(), _mark(self._state.commits), 0)
+    def _acknowledge(self, state: State) -> None:
+        os.pwrite(self._mark.fileno(), _mark(state.until), 0)
+        self._state = state
 
     def close(self) -> None:
         """Let go of the directory; everything acknowledged is on disk already."""

@@ -29,7 +29,7 @@ class LossConfig:
     negatives: Negatives = setting(
         "shared", "one pool a step; per position; all items; or this rank's targets with logQ"
     )
-    num_negatives: int = setting(1024, "shared: of the pool; uniform: of each position", least=1)
+    num_negatives: int = setting(1024, "shared: of the pool; uniform: of each position", least=1, most=2**24)
     similarity: Literal["cosine", "dot"] = setting("cosine", "of queries and items, over the temperature")
     temperature: float = setting(0.05, "divides the scores", above=0)
     weighting: Weighting = setting("position", "a sequence of n targets weighs n, 1, or the root of n")

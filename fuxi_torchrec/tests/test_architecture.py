@@ -17,7 +17,7 @@ ALLOWED = {
     "machine": set(),
     "artifacts": {"errors"},
     "distributed": {"errors"},
-    "options": {"errors"},
+    "options": {"encoders", "errors"},
     "processes": {"artifacts"},
     "schema": set(),
     "strict_yaml": {"errors", "schema"},
@@ -27,16 +27,16 @@ ALLOWED = {
     "encoders": {"ops"},
     "events": {"errors", "logging", "schema"},
     "tasks": {"encoders", "events", "ops", "options"},
-    "config": {"distributed", "encoders", "options", "strict_yaml", "tasks"},
+    "config": {"distributed", "encoders", "events", "options", "strict_yaml", "tasks"},
     "data": {"artifacts", "events", "logging", "machine", "options", "processes", "schema"},
     "embeddings": {"config", "data", "distributed", "errors", "events", "tasks"},
     "training": {
         *("tasks", "embeddings", "data", "events", "encoders"),
-        *("config", "strict_yaml", "logging", "distributed", "artifacts", "errors", "schema"),
+        *("config", "strict_yaml", "logging", "distributed", "artifacts", "errors", "machine", "schema"),
     },
     "evaluation": {
         *("training", "tasks", "embeddings", "data", "events", "encoders"),
-        *("config", "logging", "distributed", "options"),
+        *("config", "logging", "distributed", "errors", "options"),
     },
     "export": {
         *("evaluation", "training", "embeddings", "data", "events", "encoders"),

@@ -69,6 +69,36 @@ def test_numbers_that_are_none_are_refused(key, value):
         config.load_config(None, [f"{key}={value}"])
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("batch.streams=2147483648", "streams must be at most 16384, not 2147483648"),
+        ("batch.events=10000000000000", "events must be at most 4294967296"),
+        (f"model.dim={10**24}", "model: dim must be at most 268435456"),
+        ("model.num_layers=100000", "model: num_layers must be at most 1024"),
+        ("loss.num_negatives=99999999999", "num_negatives must be at most"),
+        ("distributed.timeout_seconds=1e300", "timeout_seconds must be at most"),
+    ],
+)
+def test_sizes_that_no_machine_has_are_refused(setting, message):
+    with pytest.raises(strict_yaml.ConfigError) as refused:
+        config.load_config(None, [setting])
+    assert message in str(refused.value)
+
+
+def test_times_may_be_iso_dates():
+    by_time = ["data.split=by_time", "data.time_unit=ms"]
+    data = config.load_config(
+        None, [*by_time, "data.valid_from=1970-01-02", "data.test_from='1970-01-02T00:00:01'"]
+    ).data
+    assert (data.valid_from, data.test_from) == (86_400_000, 86_401_000)
+    assert data == config.load_config(None, [*by_time, "data.valid_from=86400000", "data.test_from=86401000"]).data
+    with pytest.raises(
+        strict_yaml.ConfigError, match="data: 'May' is no time: give a number in milliseconds since 1970"
+    ):
+        config.load_config(None, [*by_time, "data.test_from=May"])
+
+
 def test_a_model_has_the_keys_of_its_kind(tmp_path):
     own = f"model.kind={causal_mean.KIND}"
     loaded = config.load_config(None, [own, "model.per_day=0.25"])

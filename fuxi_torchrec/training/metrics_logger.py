@@ -21,11 +21,18 @@ Report = Callable[[], dict[str, float]]
 
 
 class MetricsLogger:
-    """Says and writes how training goes, on rank 0; ``progress`` is where it begins, of ``planned`` steps in all."""
+    """Says and writes how training goes, on rank 0, from ``progress`` on; ``planned`` tells how many steps it has."""
 
-    def __init__(self, config: Config, directory: RunDirectory, world: World, progress: Progress, planned: int) -> None:
+    def __init__(
+        self,
+        config: Config,
+        directory: RunDirectory,
+        world: World,
+        progress: Progress,
+        planned: Callable[[Progress], int],
+    ) -> None:
         self.config, self.directory, self.world = config, directory, world
-        self._line = ProgressLine(planned) if world.rank == 0 else None
+        self._line, self._planned = ProgressLine() if world.rank == 0 else None, planned
         self._board: Any = None
         with raise_on_all_ranks("opening TensorBoard's files"):
             if self._line is not None and config.logging.tensorboard:
@@ -63,7 +70,7 @@ class MetricsLogger:
             if self._line is not None:
                 self.directory.log(entry)
                 self._draw("train", entry, progress.step)
-                self._line.show(progress.step, entry["loss"], speed, memory, epoch)
+                self._line.show(progress.step, self._planned(progress), entry["loss"], speed, memory, epoch)
 
     def validated(self, step: int, metrics: dict[str, float], shown: Sequence[str]) -> None:
         """The run was validated; ``shown`` of the metrics are logged."""

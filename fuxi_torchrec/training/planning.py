@@ -6,15 +6,20 @@ benchmarks/RESULTS.md (``python -m benchmarks.planning``).
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import torch
+
 from fuxi_torchrec.config import Config
+from fuxi_torchrec.data.dataset import DatasetInfo
 from fuxi_torchrec.embeddings.rows import rows_at_once
 from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements, planned
-from fuxi_torchrec.embeddings.tables import ITEM_TABLE, Table, Tables, make_tables
+from fuxi_torchrec.embeddings.tables import ITEM_TABLE, Table, Tables, make_tables, tables_for
 from fuxi_torchrec.tasks.registry import make_task
+from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.run_data import DEFAULT_EVENTS
 
@@ -85,8 +90,7 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
 
     With ``cap`` TorchRec refuses what by its own estimate does not fit into the cluster's memory.
     """
-    ranks, dim = cluster.ranks, config.model.dim
-    model = SequenceModel(config, tables)
+    ranks, model = cluster.ranks, SequenceModel(config, tables)
     memory = cluster.memory if cap else 2**60
     plan = make_plan(model, tables, config.optimizer, ranks, cluster.per_node, cluster.device, memory)
     parts, tables = placements(plan, tables), planned(plan, tables)
@@ -95,24 +99,13 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
     lookups = lookups_of_a_rank(config, tables.items.rows - 1, events)
     bags = {table.name: lookups if table.name == ITEM_TABLE else events for table in tables.all}
     held, rows = _held(parts, ranks)
-    replicated = sum(t.rows * t.dim for t in tables.all if t.sharding == "data_parallel")
-    adamw = config.optimizer.kind == "adamw"
-    moments = 2 * held if adamw else rows
-    exchanged = sum(ranks * bags[t.name] * t.dim for t in tables.all if t.sharding == "row_wise")
-    step = {
-        "activations": model.head.encoder.activation_bytes(events),
-        "looked-up rows, targets, their gradients": FLOAT * dim * (4 * lookups + 8 * events),
-        "partial sums of row-wise lookups": FLOAT * exchanged,
-        "loss": FLOAT * model.task.loss_elements(lookups, events, dim),
-    }
+    moments = 2 * held if config.optimizer.kind == "adamw" else rows
+    step = _step_memory(config, tables, model, ranks, events)
     # a validation holds the catalogue once more, when what belongs to a step is gone
     share = -(-tables.items.rows // ranks) + ranks * rows_at_once(ranks)
-    validation = FLOAT * dim * share if config.validation.every_epochs is not None else 0
+    validation = FLOAT * config.model.dim * share if config.validation.every_epochs is not None else 0
     found = {
-        "tables": FLOAT * held,
-        "tables' gradients": FLOAT * (held if adamw else replicated),
-        "tables' optimizer": FLOAT * moments,
-        "encoder, its gradients and moments": FLOAT * 4 * encoder,
+        **_lasting_memory(config, tables, encoder, held, rows),
         **step,
         "validation, beyond a step's own": max(0, validation - sum(step.values())),
         "libraries": int(_LIBRARIES[cluster.device]),
@@ -124,6 +117,88 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
     for table in tables.all:
         sent |= {f"{table.name}: {what}": n for what, n in _lookup_bytes(table, bags[table.name], ranks).items()}
     return Estimate(found, copy, sent, events, lookups, parts)
+
+
+def _lasting_memory(config: Config, tables: Tables, encoder: int, held: int, rows: int) -> dict[str, int]:
+    """Bytes of a rank that holds so many elements and rows of the tables, beside the encoder's elements."""
+    adamw = config.optimizer.kind == "adamw"
+    replicated = sum(t.rows * t.dim for t in tables.all if t.sharding == "data_parallel")
+    return {
+        "tables": FLOAT * held,
+        "tables' gradients": FLOAT * (held if adamw else replicated),
+        "tables' optimizer": FLOAT * (2 * held if adamw else rows),
+        "encoder, its gradients and moments": FLOAT * 4 * encoder,
+    }
+
+
+def _step_memory(config: Config, tables: Tables, model: SequenceModel, ranks: int, events: int) -> dict[str, int]:
+    """Bytes of a step in which a rank trains so many events at once."""
+    dim, lookups = config.model.dim, lookups_of_a_rank(config, tables.items.rows - 1, events)
+    bags = {table.name: lookups if table.name == ITEM_TABLE else events for table in tables.all}
+    exchanged = sum(ranks * bags[t.name] * t.dim for t in tables.all if t.sharding == "row_wise")
+    return {
+        "activations": model.head.encoder.activation_bytes(events),
+        "looked-up rows, targets, their gradients": FLOAT * dim * (4 * lookups + 8 * events),
+        "partial sums of row-wise lookups": FLOAT * exchanged,
+        "loss": FLOAT * model.task.loss_elements(lookups, events, dim),
+    }
+
+
+def check_memory(config: Config, info: DatasetInfo, ranks: int, events: int, memory: int) -> None:
+    """Refuse a run that cannot fit, with a setting that would, before anything of its size is allocated.
+
+    Args:
+        config, info: of the run and its dataset.
+        ranks: of the job.
+        events: that a rank trains at once, at most.
+        memory: bytes of a rank's device, or its share of the host's.
+    """
+
+    def sketch(changed: Config) -> tuple[SequenceModel, Tables, int]:
+        tables = tables_for(changed, info)
+        with torch.device("meta"):
+            model = SequenceModel(changed, tables)
+        encoder = sum(p.numel() for p in model.head.parameters())
+        shares = [(t, 1 if t.sharding == "data_parallel" else ranks) for t in tables.all]
+        held, rows = sum(t.rows * t.dim // n for t, n in shares), sum(t.rows // n for t, n in shares)
+        return model, tables, sum(_lasting_memory(changed, tables, encoder, held, rows).values())
+
+    has = f"a rank has {memory / GB:.1f} GB here"
+    model, tables, lasting = sketch(config)
+    if lasting > memory:
+        fitting = [setting for key in _SIZES if (setting := _fitting(config, key, lambda c: sketch(c)[2] < memory / 2))]
+        advice = f"; {' or '.join(fitting)} would fit" if fitting else ": take more ranks, or more memory"
+        raise TrainingError(f"tables, encoder and their optimizer take {lasting / GB:,.1f} GB a rank, {has}{advice}")
+    step = sum(_step_memory(config, tables, model, ranks, events).values())
+    if lasting + step > memory:
+        fewer = max(1, int(0.8 * events * (memory - lasting) / step))  # a step has parts that do not shrink
+        keys = {"max_events_per_rank": fewer, "events": fewer * ranks}
+        if fewer < min(events, config.batch.max_length):
+            keys = {"max_length": fewer}
+        elif config.optimizer.kind != "adamw":
+            del keys["max_events_per_rank"]
+        advice = " or ".join(f"batch.{key}={value}" for key, value in keys.items())
+        raise TrainingError(
+            f"a step of {events:,} events takes {step / GB:,.1f} GB a rank, {has} and {lasting / GB:,.1f} GB of it are "
+            f"tables, encoder and their optimizer: {advice} would fit"
+        )
+
+
+_SIZES = ("dim", "max_positions", "num_layers", "ffn_dim", "kernel_dim")  # of encoders, where they have them
+
+
+def _fitting(config: Config, key: str, fits: Callable[[Config], bool]) -> str | None:
+    """The setting of a model's size, halved until it fits."""
+    value = getattr(config.model, key, None) or 0
+    while value > 1:
+        value //= 2
+        smaller: dict[str, Any] = {key: value}
+        try:
+            if fits(dataclasses.replace(config, model=dataclasses.replace(config.model, **smaller))):
+                return f"model.{key}={value}"
+        except ValueError:  # not a multiple of what it must be
+            return None
+    return None
 
 
 def _held(parts: list[Placement], ranks: int) -> tuple[int, int]:

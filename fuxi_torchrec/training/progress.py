@@ -12,10 +12,9 @@ _SECONDS = 10.0  # between lines of progress
 
 
 class ProgressLine:
-    """Shows steps (of about ``total``), loss, speed, memory and the time left: a moving bar on a terminal."""
+    """Shows steps, loss, speed, memory and the time left: a moving bar on a terminal."""
 
-    def __init__(self, total: int) -> None:
-        self.total = total
+    def __init__(self) -> None:
         self._bar: Any = None
         self._task: Any = None
         self._first: tuple[int, float] | None = None
@@ -25,21 +24,22 @@ class ProgressLine:
 
             columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[about]}"))
             self._bar = Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task("training", total=total, about="")
+            self._task = self._bar.add_task("training", total=None, about="")
             self._bar.start()
 
-    def show(self, step: int, loss: float, events_per_second: float, memory_mb: int, epoch: int) -> None:
+    def show(self, step: int, total: int, loss: float, events_per_second: float, memory_mb: int, epoch: int) -> None:
+        """After a step, of about ``total``."""
         about = f"epoch {epoch}, loss {loss:.4f}, {events_per_second:,.0f} events/s, {memory_mb} MB"
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, about=about)
+            self._bar.update(self._task, completed=step, total=total, about=about)
             return
         now = time.monotonic()
         self._first = self._first or (step, now)
         first, began = self._first
         left = "unknown time"
         if step > first:
-            left = _duration((now - began) / (step - first) * max(0, self.total - step))
-        logger.info("step %d of %d, %s, %s left", step, self.total, about, left)
+            left = _duration((now - began) / (step - first) * max(0, total - step))
+        logger.info("step %d of %d, %s, %s left", step, total, about, left)
 
     def close(self) -> None:
         if self._bar is not None:

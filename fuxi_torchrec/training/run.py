@@ -16,18 +16,22 @@ from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import describe, initialise, placements, plan_to_json, planned, shard
 from fuxi_torchrec.embeddings.tables import Tables
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.machine import memory_bytes
 from fuxi_torchrec.training.checkpoint.info import LATEST, CheckpointError, Progress, named
 from fuxi_torchrec.training.checkpoint.saver import Saver
 from fuxi_torchrec.training.checkpoint.store import Checkpoints
 from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.model import SequenceModel
 from fuxi_torchrec.training.optimizers import StepOptimizer
+from fuxi_torchrec.training.planning import check_memory
 from fuxi_torchrec.training.run_data import RunData, plan_of, remarks
 from fuxi_torchrec.training.run_directory import PLAN, PREEMPTED, RunDirectory
 from fuxi_torchrec.training.validation_plan import ValidationPlan
 from fuxi_torchrec.training.warm_start import warm_start
 
 logger = get_logger(__name__)
+
+_NEW = Progress()
 
 
 def check_device(config: Config, world: World) -> None:
@@ -63,7 +67,11 @@ class Run:
                 config.data.num_workers,
                 self.data.lengths,
             )
-            self.validations = ValidationPlan.of(config, self.data.validated, self.loader.steps(0))
+            self.validations = ValidationPlan.of(config, self.data.validated, self.loader.steps)
+            memory = memory_bytes() // world.local_size
+            if world.device.type == "cuda":
+                memory = torch.cuda.get_device_properties(world.device).total_memory
+            check_memory(config, self.data.dataset.info, world.size, self.loader.most_events(0), memory)
         self.model, self.tables = self._build()
         self.optimizer = StepOptimizer(self.model, config.optimizer)
         self.checkpoints = Checkpoints(directory.checkpoints, config.checkpoint.keep_last, world)
@@ -108,6 +116,7 @@ class Run:
         info = self.checkpoints.read_info(latest)
         with raise_on_all_ranks("comparing the checkpoint with the run"):
             self.identity.check(info.identity, latest)
+            self.directory.check_trained(self.config, info, latest)
         self.checkpoints.load(latest, self.model, self.optimizer)
         self.optimizer.set_steps(info.progress.step)
         logger.info("resumed from %s, saved by %d ranks", latest.name, info.world_size)
@@ -145,8 +154,11 @@ class Run:
         self.checkpoints.point_to_best(found)
         return progress
 
-    def planned_steps(self) -> int:
-        steps = self.loader.steps(0) * self.config.train.epochs
+    def planned_steps(self, progress: Progress = _NEW) -> int:
+        """Of the run, about: epochs to come are taken to be as long as the one that it is in."""
+        position, steps = progress.position, progress.step - progress.position.step
+        if position.epoch < self.config.train.epochs:
+            steps += self.loader.steps(position.epoch) * (self.config.train.epochs - position.epoch)
         return steps if self.config.train.max_steps is None else min(steps, self.config.train.max_steps)
 
     def ended(self, progress: Progress) -> bool:

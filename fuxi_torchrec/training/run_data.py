@@ -31,7 +31,7 @@ DEFAULT_EVENTS = 16384
 def split_of(config: DataConfig) -> Split:
     """The split that a configuration asks for."""
     if config.split == "by_time":
-        assert config.test_from is not None
+        assert isinstance(config.test_from, int) and not isinstance(config.valid_from, str)
         return ByTime(config.test_from, config.valid_from)
     return LeaveOneOut(config.fit_on_valid)
 
@@ -120,8 +120,6 @@ _COUNTED = ("item_counts", "target_counts", "train_lengths", "users_with")  # of
 
 
 def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
-    if not config.data.path:
-        raise DataError("data.path is not set: name the directory of a prepared dataset, data.path=DIR")
     dataset = Dataset.open(config.data.path)
     if dataset.info.time_unit != config.data.time_unit:
         raise DataError(

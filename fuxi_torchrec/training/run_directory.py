@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -14,11 +15,13 @@ from numpy.typing import NDArray
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import lock, replace_file, write_atomically
 from fuxi_torchrec.config import Config, differences, load_config
+from fuxi_torchrec.encoders.registry import only_imported
 from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.training.checkpoint.info import Info
 
 logger = get_logger(__name__)
 
@@ -86,10 +89,12 @@ class RunDirectory:
             self._lock.close()
             self._lock = None
 
-    def read_config(self) -> Config:
+    def read_config(self, overrides: Sequence[str] = ()) -> Config:
+        """The run's configuration; code of one's own that it names must have been imported."""
         if not (self.path / CONFIG).exists():
             raise RunError(f"{self.path}: no run here: {CONFIG} is missing")
-        return load_config(self.path / CONFIG)
+        with only_imported():
+            return load_config(self.path / CONFIG, overrides)
 
     def check_config(self, config: Config) -> None:
         """Refuse the configuration of another run; what a resumed run may change is shown."""
@@ -104,6 +109,14 @@ class RunDirectory:
                 )
             for d in changed:
                 logger.info("resumed with %s = %r, was %r", d.key, d.new, d.old)
+
+    def check_trained(self, config: Config, info: Info, checkpoint: Path) -> None:
+        """Refuse settings that a checkpoint was not trained with: ``config.yaml`` was changed since."""
+        trained = load_config(None, [f"{section}={json.dumps(value)}" for section, value in info.config.items()])
+        changed = [d for d in differences(trained, config) if not d.operational]
+        if changed:
+            told = "; ".join(f"{d.key} is {d.new!r}, {checkpoint.name} was trained with {d.old!r}" for d in changed)
+            raise RunError(f"{self.path / CONFIG}: {told}: put back what the run was trained with")
 
     def write_config(self, config: Config) -> None:
         write_atomically(self.path / CONFIG, strict_yaml.dump(config))
@@ -135,11 +148,15 @@ class RunDirectory:
 
     def larger_peaks(self, summary: dict[str, Any]) -> dict[str, Any]:
         """Those of an earlier start of the run, where they are larger than a new summary's."""
-        try:
-            before = json.loads((self.path / SUMMARY).read_text())
-        except (OSError, json.JSONDecodeError):
+        path = self.path / SUMMARY
+        if not path.exists():
             return {}
-        return {name: before[name] for name in PEAKS if before.get(name, 0) > summary[name]}
+        try:
+            before = json.loads(path.read_bytes())
+            return {name: before[name] for name in PEAKS if before[name] > summary[name]}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            logger.warning("%s: not a summary, it is written anew: %r", path, error)
+            return {}
 
     # --- metrics -----------------------------------------------------------------------------------------------------
 
@@ -153,10 +170,10 @@ class RunDirectory:
         if not path.exists():
             return
         kept = []
-        for line in path.read_text(errors="replace").splitlines():
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue  # cut short when the process was killed
+            except (ValueError, KeyError, TypeError, RecursionError):  # cut short when the process was killed
+                logger.warning("%s: line %d is no entry, and left out: %.80s", path, number, line)
         write_atomically(path, "".join(kept))

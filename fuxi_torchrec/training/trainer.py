@@ -51,7 +51,7 @@ class Trainer(Run):
 
     def train(self) -> dict[str, Any]:
         """Train to the end; the summary."""
-        metrics = MetricsLogger(self.config, self.directory, self.world, self.progress, self.planned_steps())
+        metrics = MetricsLogger(self.config, self.directory, self.world, self.progress, self.planned_steps)
         try:
             self._train(metrics)
         finally:
@@ -105,7 +105,7 @@ class Trainer(Run):
             metrics.step(self.progress, partial(steps.read, done), done.events, self.optimizer.share, done.norm)
             saved = False
             # a validation takes longer than a preempted job may: ask once more before it
-            if self.validations.due(self.progress.step) and steps.exchange():
+            if self.validations.due(self.progress.position) and steps.exchange():
                 with steps.detached():
                     enough, saved = self._validate(metrics)
             if not saved and every is not None and self.progress.step % every == 0:
@@ -172,7 +172,7 @@ class Trainer(Run):
         """Whether a run that was stopped had no time for the validation of its last step."""
         if not self.validations.active or self.progress.step in (0, self.progress.validated_step):
             return False
-        return self._finished() or self.validations.due(self.progress.step)
+        return self._finished() or self.validations.due(self.progress.position)
 
     def _validate(self, log: MetricsLogger) -> tuple[bool, bool]:
         """Whether to stop, and whether a checkpoint was written."""

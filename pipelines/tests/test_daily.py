@@ -16,7 +16,7 @@ from torchx.runner import get_runner
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import is_locked
-from fuxi_torchrec.data.dataset import INFO
+from fuxi_torchrec.data.dataset import INFO, Dataset
 from fuxi_torchrec.data.prepare import prepare_synthetic
 from fuxi_torchrec.data.synthetic import SyntheticConfig
 from fuxi_torchrec.export.bundle import Bundle
@@ -93,7 +93,7 @@ class FakeJobs:
         if job.stage == "prepare":
             os.makedirs(given["--output"])
             events = sum(os.path.getsize(entry.path) for entry in os.scandir(given["--input"]))
-            write(f"{given['--output']}/{INFO}", description() | {"events": events})
+            describe(given["--output"], events)
         elif job.stage == "train":
             os.makedirs(given["--run-dir"], exist_ok=True)
             write(f"{given['--run-dir']}/summary.json", {"preempted": False})
@@ -123,12 +123,20 @@ def write(path, content):
 
 
 @functools.cache
-def description():
-    """A dataset.json."""
+def small_dataset():
+    """What the description of a dataset says."""
     with tempfile.TemporaryDirectory() as directory:
         prepare_synthetic(SyntheticConfig(10, 0, 50, 2, median_length=5, length_sigma=1.0), f"{directory}/data")
-        with open(f"{directory}/data/{INFO}") as file:
-            return json.load(file)
+        return Dataset.open(f"{directory}/data").info
+
+
+def describe(directory, events):
+    """Write the description of a dataset with so many events."""
+    info = small_dataset()
+    files = (dataclasses.replace(info.files[0], users=info.users, events=events),)
+    text = dataclasses.replace(info, events=events, files=files).to_json()
+    with open(f"{directory}/{INFO}", "w") as file:
+        file.write(text)
 
 
 def evaluation(value, split="test", filter_seen=False):

@@ -32,8 +32,8 @@ def test_commands_name_paths_as_the_repository_sees_them(tmp_path, monkeypatch):
 TRAINED = """torchx 2026-11-18 07:26:36 INFO     Tracker configurations: {}
 local_cwd://torchx/train-w0s6rr3kj66g5
 train/0 [0]:table                sharding       kernel
-train/0 [0]:2026-11-18 07:26:43,240 INFO rank 0/2 fuxi_torchrec.training.metrics_logger: step 58: validation mrr 0.1
-train/0 [0]:2026-11-18 07:26:43,317 INFO rank 0/2 fuxi_torchrec.__main__: done: 58 steps in 2.7 s
+train/0 [0]:11-18 07:26:43 step 58: validation mrr 0.1
+train/0 [0]:11-18 07:26:43 done: 58 steps in 2.7 s
 torchx 2026-11-18 07:26:44 INFO     Job finished: SUCCEEDED
 """
 

@@ -117,3 +117,8 @@ def test_a_link_out_of_the_dataset_is_not_followed(dataset, tmp_path):
     path.symlink_to(tmp_path / "elsewhere.parquet")
     with pytest.raises(DataError, match="outside of the directory"):
         dataset.vocabulary()
+
+
+def test_no_path_at_all_is_told_by_its_key():
+    with pytest.raises(DataError, match=r"data\.path is not set"):
+        Dataset.open("")

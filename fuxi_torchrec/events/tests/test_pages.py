@@ -59,3 +59,11 @@ def test_pages_of_columns_that_nobody_reads_are_not_looked_at(tmp_path):
 def test_a_log_without_checksums_is_read_as_it_is(tmp_path, form):
     log(tmp_path / "log.parquet", **form)
     assert rows_and_columns(str(tmp_path / "log.parquet"), ["user"])[0] == 400
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_log_without_rows_is_whole(tmp_path, form):
+    log(tmp_path / "log.parquet")
+    empty = pq.read_table(tmp_path / "log.parquet").slice(0, 0)
+    pq.write_table(empty, tmp_path / "empty.parquet", write_page_checksum=True, **form)
+    assert rows_and_columns(str(tmp_path / "empty.parquet"), empty.column_names)[0] == 0

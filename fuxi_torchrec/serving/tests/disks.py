@@ -7,7 +7,7 @@ import sqlite3
 @contextlib.contextmanager
 def failing_commits(recommender, code):
     """Every commit of a Recommender's store fails with an error of SQLite's; see its list of result codes."""
-    store, database = recommender._store, recommender._store._database
+    store, database = recommender._appender.store, recommender._appender.store._database
 
     class Failing:
         def __getattr__(self, name):

@@ -21,7 +21,7 @@ from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import INDEX, MANIFEST, STATES, Bundle, ExportError, describe_file, scaled
 from fuxi_torchrec.export.parts import part_name
 from fuxi_torchrec.schema import CHECKSUM, sealed
-from fuxi_torchrec.serving import recommender as recommender_module
+from fuxi_torchrec.serving import appending
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.refresh.refresh import refresh
@@ -314,7 +314,7 @@ def test_events_on_disk_are_acknowledged_even_if_they_cannot_be_encoded_yet(tmp_
     _log, last = log_export(tmp_path)
     with Recommender.load(tmp_path / "x") as recommender:
         with monkeypatch.context() as patch:
-            patch.setattr(recommender_module, "_EAGER", 4)
+            patch.setattr(appending, "_EAGER", 4)
             patch.setattr(recommender._model.encoder, "append", lambda *_: 1 / 0)
             assert recommender.append([1] * 4, [1001] * 4, [last + 1] * 4).accepted == 4
         before = recommender.recommend([1], last + DAY, 5)
@@ -595,7 +595,7 @@ def test_nothing_of_forgotten_users_is_kept_for_the_export_before(tmp_path):
 
 
 @pytest.mark.parametrize("forgets", [False, True])
-@pytest.mark.parametrize("stop", ["DELETE FROM", "INSERT INTO state", "COMMIT", "VACUUM", "PRAGMA wal_checkpoint"])
+@pytest.mark.parametrize("stop", ["DELETE FROM", "UPDATE state", "COMMIT", "VACUUM", "PRAGMA wal_checkpoint"])
 def test_a_start_that_is_stopped_loses_nothing_and_keeps_nobody(tmp_path, monkeypatch, forgets, stop):
     """There and back again, each start stopped at every step of writing the store anew."""
     _log, last = log_export(tmp_path)

@@ -193,7 +193,7 @@ def test_an_event_that_is_yet_to_come_is_refused(client):
 
 
 def test_more_events_than_memory_has_room_for_are_refused(client, recommender):
-    recommender.max_recent_events = 1
+    recommender._appender.max_recent_events = 1
     event = {"user_id": 3, "item_id": 1001, "timestamp": as_of(client)}
     refused = client.post("/append", json={"events": [event, event]})
     assert refused.status_code == 503 and "Refresh and restart on the new export" in refused.json()["detail"]

@@ -1,23 +1,28 @@
 """Which checkpoints a run has, and what one says of itself: ``checkpoint.json``, and the checksums of its files."""
 
-import json
-import zlib
+import re
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fuxi_torchrec import __version__
-from fuxi_torchrec.artifacts import crc32_of, write_atomically
+from fuxi_torchrec.artifacts import crc32_of, inside, write_atomically
 from fuxi_torchrec.data.schedule import Position
-from fuxi_torchrec.schema import Record, read_json
+from fuxi_torchrec.errors import FuxiError
+from fuxi_torchrec.schema import Record, read_json, sealed
 
-FORMAT = 2
-INFO = "checkpoint.json"
-LATEST, BEST = "latest", "best"  # files with the name of a checkpoint, and its checksum
+FORMAT = 3
+INFO, METADATA = "checkpoint.json", ".metadata"
+LATEST, BEST = "latest", "best"  # files with the name of a checkpoint
+_FILES = re.compile(r"\.metadata|__\d+_\d+\.distcp")
+_STEP = re.compile(r"step-\d{9,}")
 _DAMAGED = "the checkpoint is damaged: remove its directory to continue from an earlier one"
 
 
-class CheckpointError(RuntimeError):
+_Schema = TypeVar("_Schema")
+
+
+class CheckpointError(FuxiError, RuntimeError):
     """A checkpoint that cannot be written or read."""
 
 
@@ -88,8 +93,31 @@ class Info(Record):
     software: str = __version__
     format: int = FORMAT
 
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if not _FILES.fullmatch(name):
+                raise ValueError(f"files: {name!r} is no file of a checkpoint")
+        if self.world_size < 1 or self.progress.step < 0 or self.identity.items < 0:
+            raise ValueError("world_size must be positive, progress.step and identity.items not negative")
+
     def write(self, checkpoint: Path) -> None:
-        write_atomically(checkpoint / INFO, json.dumps(asdict(self), indent=1) + "\n")
+        write_atomically(checkpoint / INFO, sealed(asdict(self)))
+
+
+@dataclass(frozen=True)
+class _Pointer(Record):
+    """What ``latest`` and ``best`` say."""
+
+    checkpoint: str
+
+    def __post_init__(self) -> None:
+        if not _STEP.fullmatch(self.checkpoint):
+            raise ValueError(f"{self.checkpoint!r} is no checkpoint's name")
+
+
+def point(directory: Path, which: str, checkpoint: Path) -> None:
+    """Let ``latest`` or ``best`` name a checkpoint."""
+    write_atomically(directory / which, sealed(asdict(_Pointer(checkpoint.name))))
 
 
 def step_name(step: int) -> str:
@@ -110,27 +138,16 @@ def complete(directory: Path) -> list[Path]:
 def named(directory: Path, which: str) -> Path | None:
     """``latest``, ``best`` or a step's number; None if there is no such checkpoint."""
     if which not in (LATEST, BEST):
-        path = directory / (step_name(int(which)) if which.isdigit() else which)
-        return path if (path / INFO).exists() else None
+        path = directory / (step_name(int(which)) if which.isdecimal() else which)
+        return path if _STEP.fullmatch(path.name) and (path / INFO).exists() else None
     pointer = directory / which
     if pointer.exists():
-        name = pointer.read_bytes().split(b" ")[0].decode(errors="replace")
-        if pointer.read_bytes() != _pointer(name).encode():
-            raise CheckpointError(f"{pointer}: damaged: remove it, or give the number of a step")
-        path = directory / name
+        advice = f"remove it, and name the checkpoint by its step in place of {which}"
+        path = inside(directory, _read(_Pointer, pointer, advice).checkpoint, CheckpointError)
         if path.is_dir():  # complete when it was named: if it no longer is, it is damaged
             return path
     there = complete(directory)
     return there[-1] if which == LATEST and there else None
-
-
-def point(directory: Path, which: str, checkpoint: Path) -> None:
-    """Name a checkpoint ``latest`` or ``best``."""
-    write_atomically(directory / which, _pointer(checkpoint.name))
-
-
-def _pointer(name: str) -> str:
-    return f"{name} {zlib.crc32(name.encode()):08x}\n"
 
 
 def find_checkpoint(directory: Path, which: str | None = None) -> Path:
@@ -150,11 +167,18 @@ def read_info(path: Path) -> Info:
     where = path / INFO
     if not where.exists():
         raise CheckpointError(f"{where} is missing: {_reason(path)}")
+    info = _read(Info, where, _DAMAGED, version=("format", FORMAT))
+    if METADATA not in info.files:
+        raise CheckpointError(f"{where}: files: {METADATA} is missing; {_DAMAGED}")
+    return info
+
+
+def _read(schema: type[_Schema], where: Path, advice: str, version: tuple[str, int] | None = None) -> _Schema:
     try:
         text = where.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{where}: {error.strerror}; {_DAMAGED}") from None
-    return read_json(Info, text, where, CheckpointError, _DAMAGED, version=("format", FORMAT))
+        raise CheckpointError(f"{where}: {error.strerror}; {advice}") from None
+    return read_json(schema, text, where, CheckpointError, advice, version=version, seal=True)
 
 
 def _reason(path: Path) -> str:
@@ -165,7 +189,7 @@ def _reason(path: Path) -> str:
 
 def check_file(path: Path, name: str, size: int, crc: int) -> None:
     """Refuse a file that is not as it was written."""
-    file = path / name
+    file = inside(path, name, CheckpointError)
     if not file.exists():
         raise CheckpointError(f"{file} is missing: {_reason(path)}")
     if file.stat().st_size != size:

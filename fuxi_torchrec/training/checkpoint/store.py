@@ -12,8 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -35,6 +34,7 @@ from fuxi_torchrec.training.checkpoint.info import (
     read_info,
     step_name,
 )
+from fuxi_torchrec.training.checkpoint.reader import CheckpointReader
 from fuxi_torchrec.training.optimizers import StepOptimizer
 
 logger = get_logger(__name__)
@@ -129,12 +129,10 @@ class Checkpoints:
         """
         state = state_of(model, optimizer)
         try:
-            if grown:
-                rows: dict[str, int] = {}
-                with raise_on_all_ranks("reading the tables' sizes"):
-                    rows = table_rows(path)
-                state = {name: clipped(value, rows[name]) if name in rows else value for name, value in state.items()}
-            dcp_load(state, storage_reader=FileSystemReader(path))
+            with raise_on_all_ranks("reading what the checkpoint has"):
+                reader, rows = CheckpointReader(path), table_rows(path) if grown else {}
+            state = {name: clipped(value, rows[name]) if name in rows else value for name, value in state.items()}
+            dcp_load(state, storage_reader=reader)
         except (CheckpointException, OSError, RuntimeError, ValueError) as error:
             other = self._other(path) if optimizer is not None else ""
             raise CheckpointError(f"{path}: the checkpoint cannot be loaded: {_cause(error)}{other}") from error
@@ -146,12 +144,8 @@ class Checkpoints:
 
 def table_rows(path: Path) -> dict[str, int]:
     """Rows of every table in a checkpoint, by the name of its weight."""
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
-    return {
-        name: about.size[0]
-        for name, about in found.items()
-        if name.startswith("model.") and table_of(name) is not None and isinstance(about, TensorStorageMetadata)
-    }
+    found = CheckpointReader(path).tensors().items()
+    return {name: about.size[0] for name, about in found if name.startswith("model.") and table_of(name) is not None}
 
 
 def state_of(model: ShardedModel, optimizer: StepOptimizer | None) -> dict[str, Any]:

@@ -8,15 +8,15 @@ import warnings
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from fuxi_torchrec.artifacts import NewDirectory
+from fuxi_torchrec.artifacts import NewDirectory, follow_umask
 from fuxi_torchrec.training.checkpoint.info import CheckpointError, check_file, read_info
+from fuxi_torchrec.training.checkpoint.reader import CheckpointReader
 from fuxi_torchrec.training.run_directory import CONFIG, ITEMS
 
 WEIGHTS = "model.safetensors"
@@ -40,11 +40,11 @@ def read_plain(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
     """All weights of a checkpoint whose plain names begin so, by these; its files are checked first."""
     for name, (size, crc) in read_info(checkpoint).files.items():
         check_file(checkpoint, name, size, crc)
-    reader = FileSystemReader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     state = {
         name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in reader.read_metadata().state_dict_metadata.items()
-        if (plain := plain_name(name)) and plain.startswith(prefix) and isinstance(about, TensorStorageMetadata)
+        for name, about in reader.tensors().items()
+        if (plain := plain_name(name)) and plain.startswith(prefix)
     }
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # that this is one rank
@@ -60,7 +60,11 @@ def unshard(run: Path, checkpoint: Path, output: Path) -> dict[str, Tensor]:
         info = read_info(checkpoint)
         weights = read_plain(checkpoint)
         metadata = {"checkpoint": checkpoint.name, "progress": json.dumps(dataclasses.asdict(info.progress))}
-        save_file(weights, place / WEIGHTS, metadata)
+        try:
+            save_file(weights, place / WEIGHTS, metadata)
+        except SafetensorError as error:  # a full disk, most likely
+            raise CheckpointError(f"{output}: the weights cannot be written: {error}") from None
+        follow_umask(place / WEIGHTS)
         for name in (CONFIG, ITEMS):
             shutil.copyfile(run / name, place / name)
     return weights

@@ -1,6 +1,8 @@
 """The formulas of planning against what is really kept and held."""
 
 import dataclasses
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from fuxi_torchrec.config import load_config
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
 from fuxi_torchrec.training import planning
+from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.planning import GB, Cluster, changes_that_fit, described_tables, estimate
 
 EVENTS = 2048
@@ -113,3 +116,39 @@ def test_a_validation_holds_the_catalogue_once_more_while_no_step_does():
     assert found.total - without.total == found.memory[name]
     _, small = plan_for(EIGHT_NODES, 10_000)
     assert small.memory[name] == 0
+
+
+# --- before a run begins ---------------------------------------------------------------------------------------------
+
+
+def refused(events, memory, *overrides):
+    config = load_config(None, overrides)
+    info = SimpleNamespace(items=100_000, features=())
+    with pytest.raises(TrainingError) as caught:
+        planning.check_memory(config, info, 2, events, memory)
+    return str(caught.value)
+
+
+def fits(events, memory, *overrides):
+    planning.check_memory(load_config(None, overrides), SimpleNamespace(items=100_000, features=()), 2, events, memory)
+    return True
+
+
+def test_a_model_that_memory_cannot_hold_is_refused_with_the_one_that_it_can():
+    said = refused(1000, GB, "model.dim=4096")
+    assert "a rank has 1.0 GB here" in said
+    width = int(re.search(r"model\.dim=(\d+)", said)[1])
+    assert width < 4096 and fits(100, GB, f"model.dim={width}")
+    assert not re.search(r"model\.max_positions=", said)  # would not be enough
+
+
+def test_a_step_that_memory_cannot_hold_is_refused_with_the_one_that_it_can():
+    said = refused(1_000_000, 4 * GB)
+    fewer = int(re.search(r"batch\.max_events_per_rank=(\d+)", said)[1])
+    assert "a step of 1,000,000 events takes" in said and f"batch.events={2 * fewer} would fit" in said
+    assert 1024 < fewer < 1_000_000 and fits(fewer, 4 * GB)
+    assert "max_events_per_rank" not in refused(1_000_000, 4 * GB, "optimizer.kind=rowwise_adagrad")
+
+
+def test_a_history_that_memory_cannot_hold_is_refused_with_the_length_that_it_can():
+    assert "batch.max_length=" in refused(1_000_000, 2 * GB, "batch.max_length=1000000")

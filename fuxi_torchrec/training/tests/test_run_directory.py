@@ -1,13 +1,16 @@
+import dataclasses
 import json
 import os
 
 import numpy as np
 import pytest
 
-from fuxi_torchrec.config import load_config
+from fuxi_torchrec import strict_yaml
+from fuxi_torchrec.config import FeaturesConfig, TrainConfig, load_config
 from fuxi_torchrec.data.tests.small import make_dataset, random_histories
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.vocabulary import Vocabulary
+from fuxi_torchrec.training.checkpoint.info import Identity, Info, Progress
 from fuxi_torchrec.training.run_directory import CONFIG, ITEMS, METRICS, KnownItems, RunDirectory, RunError
 
 # --- the lock --------------------------------------------------------------------------------------------------------
@@ -155,6 +158,14 @@ def test_metrics_are_cut_where_a_resumed_run_begins(tmp_path):
     assert entries(tmp_path)[-1] == {"step": 5, "loss": 2.0}
 
 
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"5", b'["step"]', b'{"step": "x"}', b"[" * 5000, b"9" * 5000])
+def test_a_damaged_line_of_metrics_is_left_out(tmp_path, line):
+    directory = RunDirectory(tmp_path)
+    (tmp_path / METRICS).write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    directory.forget_metrics_after(2)
+    assert [e["step"] for e in entries(tmp_path)] == [1, 2]
+
+
 @pytest.mark.parametrize("torn", ['{"step": 2', "{", '{"step": 2, "loss": 1.0}', "", "\n"])
 def test_a_torn_last_line_does_not_spoil_the_next(tmp_path, torn):
     directory = RunDirectory(tmp_path)
@@ -165,6 +176,20 @@ def test_a_torn_last_line_does_not_spoil_the_next(tmp_path, torn):
     directory.log({"step": 3})
     steps = [e["step"] for e in entries(tmp_path)]
     assert steps == ([1, 2, 3] if torn.endswith("}") else [1, 3])
+
+
+def test_settings_that_a_checkpoint_was_not_trained_with_are_refused_by_name(tmp_path):
+    directory, trained = RunDirectory(tmp_path), load_config(None, ["seed=3", "features.event={action: {}}"])
+    identity = Identity("data", "items", "s", 5, "encoder")
+    info = Info(Progress(), identity, {}, strict_yaml.to_dict(trained), 1)
+    checkpoint = tmp_path / "checkpoints" / "step-000000006"
+    directory.check_trained(trained, info, checkpoint)
+    directory.check_trained(dataclasses.replace(trained, train=TrainConfig(epochs=99)), info, checkpoint)
+    told = r"config.yaml: seed is 4, step-000000006 was trained with 3: put back"
+    with pytest.raises(RunError, match=told):
+        directory.check_trained(dataclasses.replace(trained, seed=4), info, checkpoint)
+    with pytest.raises(RunError, match=r"features.event is \{\}"):
+        directory.check_trained(dataclasses.replace(trained, features=FeaturesConfig()), info, checkpoint)
 
 
 # --- known items -----------------------------------------------------------------------------------------------------
