@@ -179,14 +179,14 @@ class SequenceEncoder(nn.Module):
 
         Rows, offsets and timestamps of the new events are as in :meth:`forward`.
         """
-        checks.state(self, state, state.rows, self._like)
+        checks.state(self, state, self._like)
         checks.batch(self.config, self._like, x, offsets, timestamps, validate, state=state)
         return state.appended(x, offsets.to(x.device), timestamps) if len(x) else state
 
     @torch.no_grad()
     def query(self, state: Any, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
         """Each user at a request time: (B, D), zero for users without events. The state is unchanged."""
-        checks.state(self, state, state.rows, self._like)
+        checks.state(self, state, self._like)
         checks.requests(request_timestamps, len(state), self._like.device, validate)
         parts = [self._last_outputs(state, request_timestamps, *users) for users in state.batches(_QUERY_EVENTS)]
         return torch.cat([state.rows.new_zeros(0, self.config.dim), *parts])
@@ -217,6 +217,7 @@ class SequenceEncoder(nn.Module):
 
         By default what a pass over a few events keeps, in proportion; parameters may be on the meta device.
         """
+        measured = max(1, min(_MEASURED, self.config.max_positions - 1))
         with torch.device("cpu"):
             copy = type(self)(self.config)
             own = {p.untyped_storage().data_ptr() for p in copy.parameters()}
@@ -228,10 +229,10 @@ class SequenceEncoder(nn.Module):
                     kept[storage.data_ptr()] = storage.nbytes(), tensor
                 return tensor
 
-            x = torch.randn(_MEASURED, self.config.dim, requires_grad=True)
+            x = torch.randn(measured, self.config.dim, requires_grad=True)
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                copy(x, torch.tensor([0, _MEASURED]), torch.arange(_MEASURED), torch.tensor([_MEASURED]))
-        return sum(size for size, _ in kept.values()) * events // _MEASURED
+                copy(x, torch.tensor([0, measured]), torch.arange(measured), torch.tensor([measured]))
+        return sum(size for size, _ in kept.values()) * events // measured
 
     def explain(self, per_second: int) -> Explanation | None:
         """What it has learned, None if there is nothing to show; the data's time unit has so many ticks a second."""

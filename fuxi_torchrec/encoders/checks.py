@@ -54,14 +54,15 @@ def batch(
     return bounds
 
 
-def state(encoder: "SequenceEncoder", found: States, rows: Tensor, like: Tensor) -> None:
-    """Check a state, of which some rows are given, against the encoder that is to use it."""
+def state(encoder: "SequenceEncoder", found: States, like: Tensor) -> None:
+    """Check a state against the encoder that is to use it, of which a parameter is given."""
     if encoder.training and getattr(encoder.config, "dropout", False):
         raise ValueError("append and query are for evaluation: call encoder.eval() first")
     if found.fingerprint != encoder.fingerprint:
         raise ValueError(
             f"state is of another configuration: fingerprint {found.fingerprint}, the encoder has {encoder.fingerprint}"
         )
+    rows = found.sample
     if rows.dtype != like.dtype or rows.device != like.device:
         raise ValueError(f"state is {rows.dtype} on {rows.device}, the encoder {like.dtype} on {like.device}")
 

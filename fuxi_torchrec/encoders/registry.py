@@ -18,16 +18,28 @@ from torch import Tensor
 from fuxi_torchrec.encoders.base import EncoderConfig, SequenceEncoder
 
 DEFAULT_KIND = "fuxi_linear"
+_HERE = "fuxi_torchrec.encoders."
+_KINDS = {
+    "fuxi_linear": _HERE + "fuxi_linear.encoder:FuXiLinearEncoder",
+    "sasrec": _HERE + "sasrec:SASRecEncoder",
+    "hstu": _HERE + "hstu:HSTUEncoder",
+    "fuxi_alpha": _HERE + "fuxi_alpha:FuXiAlphaEncoder",
+    "fuxi_beta": _HERE + "fuxi_beta:FuXiBetaEncoder",
+    "retnet": _HERE + "retnet:RetNetEncoder",
+    "mamba4rec": _HERE + "mamba4rec:Mamba4RecEncoder",
+    "recblr": _HERE + "recblr:RecBLREncoder",
+    "ttt4rec": _HERE + "ttt4rec:TTT4RecEncoder",
+    "tim4rec": _HERE + "tim4rec:TiM4RecEncoder",
+}
 _may_import = ContextVar("may_import", default=True)
-_KINDS = {"fuxi_linear": "fuxi_torchrec.encoders.fuxi_linear.encoder:FuXiLinearEncoder"}
 
 
 def kinds() -> list[str]:
     """The kinds that have a name.
 
     Example:
-        >>> kinds()
-        ['fuxi_linear']
+        >>> kinds()[:3]
+        ['fuxi_linear', 'sasrec', 'hstu']
     """
     return list(_KINDS)
 
@@ -46,10 +58,10 @@ def encoder_class(kind: str) -> type[SequenceEncoder]:
     """The class of a kind, imported when first used.
 
     Example:
-        >>> encoder_class("fuxi_linaer")
+        >>> encoder_class("fuxi_linaer")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        ValueError: unknown encoder 'fuxi_linaer': known are fuxi_linear, and package.module:Class of your own
+        ValueError: unknown encoder 'fuxi_linaer': known are fuxi_linear, ..., and package.module:Class of your own
     """
     module, separator, name = _KINDS.get(kind, kind).partition(":")
     if not separator:

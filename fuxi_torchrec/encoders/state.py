@@ -24,6 +24,7 @@ class States(Protocol):
         fingerprint: of the configuration they belong to.
         count: (B,) int64, events seen.
         last_time: (B,) int64, of the last event; 0 without events.
+        sample: any tensor of the encoder's precision.
     """
 
     @property
@@ -32,6 +33,8 @@ class States(Protocol):
     def count(self) -> Tensor: ...
     @property
     def last_time(self) -> Tensor: ...
+    @property
+    def sample(self) -> Tensor: ...
     @property
     def nbytes(self) -> int: ...
 
@@ -47,7 +50,8 @@ class States(Protocol):
         """Several as one, users in the given order."""
 
 
-def _user_index(users: Tensor | Sequence[int], count: int, device: torch.device) -> Tensor:
+def user_index(users: Tensor | Sequence[int], count: int, device: torch.device) -> Tensor:
+    """Users given as indices or as a mask, as indices."""
     index = torch.as_tensor(users, device=device)
     if index.dtype == torch.bool and index.shape == (count,):
         return torch.nonzero(index).flatten()
@@ -85,6 +89,10 @@ class EncoderState:
         return self.pending_time
 
     @property
+    def sample(self) -> Tensor:
+        return self.pending
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors())
 
@@ -99,13 +107,13 @@ class EncoderState:
         )
 
     def select(self, users: Tensor | Sequence[int]) -> "EncoderState":
-        index = _user_index(users, len(self), self.count.device)
+        index = user_index(users, len(self), self.count.device)
         return self.map(lambda tensor: tensor.index_select(0, index))
 
     def put(self, users: Tensor | Sequence[int], other: "EncoderState") -> "EncoderState":
         """The same with some users replaced by those of ``other``."""
-        _check_same([self, other])
-        index = _user_index(users, len(self), self.count.device)
+        check_same([self, other])
+        index = user_index(users, len(self), self.count.device)
         if len(index) != len(other):
             raise ValueError(f"users names {len(index)} users, other has {len(other)}")
         new = iter(other._tensors())
@@ -113,7 +121,7 @@ class EncoderState:
 
     @staticmethod
     def concatenate(states: Sequence["EncoderState"]) -> "EncoderState":
-        _check_same(states)
+        check_same(states)
         parts = zip(*(state._tensors() for state in states), strict=True)
         return states[0].map(lambda _: torch.cat(next(parts)))
 
@@ -212,11 +220,15 @@ class GrowingState:
         return torch.where(self.count > 0, padded[self.bounds[1:]], 0)
 
     @property
+    def sample(self) -> Tensor:
+        return self.rows
+
+    @property
     def nbytes(self) -> int:
         return self.rows.nbytes + self.times.nbytes + self.bounds.nbytes
 
     def select(self, users: Tensor | Sequence[int]) -> "GrowingState":
-        index = _user_index(users, len(self), self.bounds.device)
+        index = user_index(users, len(self), self.bounds.device)
         length_B = self.count[index]
         bounds = torch.cat((length_B.new_zeros(1), length_B.cumsum(0)))
         shift_T = torch.repeat_interleave(self.bounds[:-1][index] - bounds[:-1], length_B)
@@ -241,7 +253,7 @@ class GrowingState:
 
     @staticmethod
     def concatenate(states: Sequence["GrowingState"]) -> "GrowingState":
-        _check_same(states)
+        check_same(states)
         count_B = torch.cat([state.count for state in states])
         return GrowingState(
             states[0].fingerprint,
@@ -257,7 +269,8 @@ class GrowingState:
         return [self.rows, self.times, self.bounds]
 
 
-def _check_same(states: Sequence[EncoderState | GrowingState]) -> None:
+def check_same(states: Sequence[Any]) -> None:
+    """Refuse states of different encoders, dtypes or devices."""
     if not states:
         raise ValueError("states is empty: nothing to concatenate")
     one, *others = states

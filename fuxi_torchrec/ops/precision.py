@@ -45,7 +45,10 @@ def once(function: F) -> F:
 class _NothingKept:
     """Stands for a context where no backward pass follows."""
 
-    def save_for_backward(self, *_: Tensor) -> None:
+    def save_for_backward(self, *_: Tensor | None) -> None:
+        pass
+
+    def mark_non_differentiable(self, *_: Tensor) -> None:
         pass
 
 

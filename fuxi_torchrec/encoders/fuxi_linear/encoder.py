@@ -136,7 +136,7 @@ class FuXiLinearEncoder(SequenceEncoder):
     def append(
         self, state: EncoderState, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
     ) -> EncoderState:
-        checks.state(self, state, state.pending, self.positions)
+        checks.state(self, state, self.positions)
         bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, state=state)
         if not len(x):
             return state
@@ -152,7 +152,7 @@ class FuXiLinearEncoder(SequenceEncoder):
 
     @torch.no_grad()
     def query(self, state: EncoderState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
-        checks.state(self, state, state.pending, self.positions)
+        checks.state(self, state, self.positions)
         checks.requests(request_timestamps, len(state), self.positions.device, validate)
         return self.query_unchecked(state, request_timestamps)
 

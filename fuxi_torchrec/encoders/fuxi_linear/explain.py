@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fuxi_torchrec.encoders.explain import readable
 from fuxi_torchrec.encoders.fuxi_linear.block import Block
 from fuxi_torchrec.encoders.fuxi_linear.channels import TemporalChannel
 from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
@@ -80,23 +80,6 @@ def _scales(channel: TemporalChannel, periods: tuple[int, ...]) -> list[Scale]:
     half_life = (-math.log(2) / log_decay).abs().tolist()  # infinite where nothing is forgotten
     weights = torch.cat((gain, skip)).view(4, -1).T.tolist()  # sin, cos and their skips, of each scale
     return [Scale(*each[:2], *each[2]) for each in zip(periods, half_life, weights, strict=True)]
-
-
-def readable(ticks: float, per_second: int) -> str:
-    """A duration for people.
-
-    Example:
-        >>> readable(90_000, 1), readable(1_500, 1_000)
-        ('1.04 d', '1.5 s')
-    """
-    if math.isinf(ticks):
-        return "for ever"
-    seconds = ticks / per_second
-    units = [("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86400.0), ("y", 365.25 * 86400.0)]
-    for (name, size), (_, larger) in pairwise(units):
-        if seconds < larger:
-            return f"{seconds / size:.3g} {name}"
-    return f"{seconds / units[-1][1]:.3g} {units[-1][0]}"
 
 
 @dataclass(frozen=True)
