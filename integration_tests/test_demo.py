@@ -31,7 +31,14 @@ def test_nothing_outlives_a_demo_that_was_stopped(tmp_path, moment, number, user
     command = [sys.executable, "-m", "pipelines.demo", "--users", str(users), "--directory", str(tmp_path / "demo")]
     with log.open("w") as file:
         environment = {**os.environ, "MARK": mark}
-        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it in the background
+        )
     try:
         until((tmp_path / "demo" / moment).exists, process, log, 300)
         process.send_signal(number)

@@ -280,7 +280,7 @@ def test_a_run_stopped_before_its_last_validation_has_it_when_started_again(work
 
 def test_the_last_validation_is_written_down_also_if_it_is_not_the_best(workers, data, tmp_path):
     settings = [*data, "validation.every_epochs=1", "validation.users=50", "checkpoint.every_steps=1"]
-    settings += ["optimizer.lr=0.3", "train.epochs=3"]
+    settings += ["optimizer.lr=0.3", "train.epochs=6"]
     workers(2).run(runs.run, tmp_path / "run", settings)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["best_step"] < summary["step"]  # else this shows nothing

@@ -17,7 +17,7 @@ from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.export.bundle import ExportError, scaled
 
 QUERY, APPEND = "query.pt2", "append.pt2"
-TOLERANCE = 1e-6
+TOLERANCE = 1e-5  # the encoder may run other kernels than its programs, which need nothing but torch
 _CHECKED = (1, 2, 3, 8)  # users of a batch
 
 
