@@ -1,4 +1,4 @@
-"""This checkout against another one, in one run: the encoder's passes and training, taken in turn.
+"""This checkout against another one, in one run: the encoder's passes, training and acknowledged appends, in turn.
 
     git worktree add ../old COMMIT
     python -m benchmarks.against ../old
@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ TRAINING = [
     *("logging.every_steps=5", "logging.level=warning", "train.epochs=100"),
 ]
 STEPS, WARM_UP = 45, 10
+CALLERS, APPENDS = 32, 40  # events of each caller
 LEAST = 0.95  # of the other one's speed
 
 
@@ -47,10 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path, nargs="?", help="another checkout of this repository")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured; the best counts")
-    parser.add_argument("--encoder-here", action="store_true", help=argparse.SUPPRESS)  # in a child
+    parser.add_argument("--only", default="encoder,appends,training", help="what is measured")
+    parser.add_argument("--here", choices=("encoder", "appends"), help=argparse.SUPPRESS)  # in a child
     options = parser.parse_args(arguments)
-    if options.encoder_here:
-        print(json.dumps(encoder_times()))
+    if options.here:
+        print(json.dumps(encoder_times() if options.here == "encoder" else append_rates()))
         return 0
     if options.other is None or not (options.other / "fuxi_torchrec").is_dir():
         parser.error(f"{options.other}: no checkout of this repository")
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     other = options.other.resolve()
     with tempfile.TemporaryDirectory(prefix="against-") as scratch:
-        found = measure({"other": other, "this": HERE}, Path(scratch), options.rounds)
+        found = measure({"other": other, "this": HERE}, Path(scratch), options.rounds, options.only.split(","))
     rows, aims = [], []
     for name in found["this"]:
         old, new = (found[side][name] for side in ("other", "this"))
@@ -67,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (
         f"`python -m benchmarks.against`, float32. {harness.machine()}. Commit {commit(other)} (*before*) against "
         f"{commit(HERE)} (*now*), the best of {options.rounds} rounds each, taken in turn; encoder on one thread, "
+        "appended events until they are on disk, by one caller and by 32 at a time; "
         "training with synthetic histories of MovieLens-1M's size (d = 64, 128 users a step, 1,024 shared negatives) "
         "through `pipelines.train` under torchrun.\n\n"
         + harness.table(["what", "before, events/s", "now, events/s", "now / before"], rows)
@@ -76,15 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return harness.conclude(aims)
 
 
-def measure(sides: dict[str, Path], scratch: Path, rounds: int) -> dict[str, dict[str, float]]:
+def measure(sides: dict[str, Path], scratch: Path, rounds: int, wanted: Sequence[str]) -> dict[str, dict[str, float]]:
     """Events a second of everything, by side."""
     best: dict[str, dict[str, float]] = {side: {} for side in sides}
     for side, place in sides.items():
-        run(place, ["-m", "pipelines.prepare", "synthetic", *MOVIES, "--output", str(scratch / side)])
+        if "training" in wanted:
+            run(place, ["-m", "pipelines.prepare", "synthetic", *MOVIES, "--output", str(scratch / side)])
     for number in range(rounds):
         for side, place in sides.items():
-            times = json.loads(run(place, [str(Path(__file__)), "--encoder-here"]).splitlines()[-1])
-            for ranks in (1, 2):
+            times: dict[str, float] = {}
+            for name in {"encoder", "appends"} & {*wanted}:
+                times |= json.loads(run(place, [str(Path(__file__)), "--here", name]).splitlines()[-1])
+            for ranks in (1, 2) if "training" in wanted else ():
                 folder = scratch / f"run-{side}-{ranks}"
                 shutil.rmtree(folder, ignore_errors=True)
                 times[f"training, {ranks} rank{'s' * (ranks > 1)}"] = training_speed(
@@ -147,6 +154,36 @@ def encoder_times() -> dict[str, float]:
         for what, function in (("forward", forward), ("forward and backward", both)):
             found[f"encoder, {name}, {what}"] = users * events / fastest(function)
     return found
+
+
+def append_rates() -> dict[str, float]:
+    """Events a second that a Recommender has on disk, one a call."""
+    from fuxi_torchrec import Recommender
+    from fuxi_torchrec.serving.tests.random_export import DemoExport, write_demo_export
+
+    with tempfile.TemporaryDirectory(prefix="against-", dir=Path.cwd()) as scratch:
+        place = Path(scratch)
+        write_demo_export(place / "export", DemoExport(items=1000, users=CALLERS))
+        with Recommender.load(place / "export") as recommender:
+            first = recommender.manifest.as_of
+
+            def append(user: int, events: int, hour: int) -> None:
+                for second in range(events):
+                    recommender.append([user], [1001], [first + 3600 * hour + second])
+
+            def together(hour: int) -> None:
+                callers = [threading.Thread(target=append, args=(u, APPENDS, hour)) for u in range(CALLERS)]
+                for caller in callers:
+                    caller.start()
+                for caller in callers:
+                    caller.join()
+
+            hours = iter(range(1, 100))
+            alone, all_of_them = 8 * APPENDS, CALLERS * APPENDS
+            return {
+                "appends, one caller": alone / fastest(lambda: append(0, alone, next(hours))),
+                f"appends, {CALLERS} callers": all_of_them / fastest(lambda: together(next(hours))),
+            }
 
 
 def fastest(function: Any, repeats: int = 5) -> float:

@@ -4,9 +4,12 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.requests import Event, FullError, UserId
 from fuxi_torchrec.serving.store import Store
+
+logger = get_logger(__name__)
 
 _EAGER = 1024  # so many events that wait to be encoded are encoded when they come, not when the user is queried
 
@@ -31,8 +34,8 @@ class Appender:
 
     def __init__(self, users: LiveUsers, store: Store | None, max_recent_events: int) -> None:
         self.users, self.store, self.max_recent_events = users, store, max_recent_events
-        self._writing, self._written = threading.Lock(), threading.Condition()
-        self._waiting, self._busy = list[_Waiting](), False  # with the condition
+        self._writing, self._turn = threading.Lock(), threading.Condition()
+        self._waiting, self._led = list[_Waiting](), False  # with the condition
 
     def check(self) -> Store:
         """A ValueError if nothing can be appended."""
@@ -40,39 +43,42 @@ class Appender:
             raise ValueError("this Recommender is closed or was loaded with read_only=True: nothing can be appended")
         return self.store
 
-    def append(self, found: list[tuple[Event, int]]) -> tuple[list[bool], set[UserId]]:
-        """Which events were accepted, and are on disk; users of whom many events wait to be encoded."""
-        mine, crowded = _Waiting(found), set[UserId]()
-        with self._written:
+    def append(self, found: list[tuple[Event, int]]) -> list[bool]:
+        """Which events were accepted, and are on disk."""
+        mine, batch = _Waiting(found), list[_Waiting]()
+        with self._turn:
             self._waiting.append(mine)
-            while self._busy and not mine.done:
-                self._written.wait()
-            self._busy = self._busy or not mine.done
-        if not mine.done:  # one of those who wait writes for all of them
-            crowded = self._append_waiting()
+            self._turn.wait_for(lambda: mine.done or not self._led)
+            if not mine.done:  # one of those who wait writes for all of them
+                batch, self._waiting, self._led = self._waiting, batch, True
+        if batch:
+            self._lead(batch)
         if mine.error is not None:
             raise mine.error
-        return mine.accepted, crowded
+        return mine.accepted
 
-    def _append_waiting(self) -> set[UserId]:
-        with self._written:
-            batch, self._waiting = self._waiting, []
+    def _lead(self, batch: Sequence[_Waiting]) -> None:
+        crowded = set[UserId]()
         try:
             with self._writing:
-                return self._append_all(batch)
+                crowded = self._append_all(batch)
         except BaseException as error:
             for one in batch:
                 one.error = one.error or error
-            return set()
-        finally:
-            with self._written:
-                self._busy = False
-                for one in batch:
-                    one.done = True
-                self._written.notify_all()
+        with self._turn:
+            self._led = False
+            for one in batch:
+                one.done = True
+            self._turn.notify_all()
+        try:
+            if crowded:
+                self.users.states(self.users.snapshots(list(crowded)))
+        except Exception:  # the events are on disk, and that is all that append promises
+            logger.exception("%d users could not be encoded; they are when they are queried", len(crowded))
 
     def _append_all(self, batch: Sequence[_Waiting]) -> set[UserId]:
-        kept, last, crowded = list[tuple[Event, int]](), dict[UserId, int](), set[UserId]()
+        """Users of whom many events wait to be encoded then."""
+        kept, last = list[tuple[Event, int]](), dict[UserId, int]()
         for one in batch:
             with self.users.lock:
                 one.accepted, after = self.users.accepted((event for event, _ in one.found), last)
@@ -89,11 +95,7 @@ class Appender:
                 last |= after
         self.check().append(event for event, _ in kept)
         with self.users.lock:
-            for event, item in kept:
-                self.users.add(event, item)
-                if self.users.waiting(event.user_id) % _EAGER == 0:
-                    crowded.add(event.user_id)
-        return crowded
+            return {event.user_id for event, item in kept if self.users.add(event, item) % _EAGER == 0}
 
     def forget(self, wanted: Sequence[UserId]) -> int:
         """Users, each once; how many were known."""

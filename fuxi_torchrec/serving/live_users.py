@@ -107,17 +107,13 @@ class LiveUsers:
             last[user] = max(last[user], event.timestamp)
         return accepted, last
 
-    def add(self, event: Event, item: int) -> None:
-        """An accepted event; needs the lock."""
-        recent = self.recent.setdefault(event.user_id, _Recent())
+    def add(self, event: Event, item: int) -> int:
+        """An accepted event; how many of the user's no state in memory has. Needs the lock."""
+        recent, cached = self.recent.setdefault(event.user_id, _Recent()), self._cache.get(event.user_id)
         recent.raw.append(event)
         recent.items.append(item)
         self.recent_events += 1
-
-    def waiting(self, user: UserId) -> int:
-        """Events of a user that no state in memory has; needs the lock."""
-        cached = self._cache.get(user)
-        return len(self.recent[user].items) - (cached.applied if cached is not None else 0)
+        return len(recent.items) - (cached.applied if cached is not None else 0)
 
     def forget(self, user: UserId) -> None:
         """From now on the user is unknown; needs the lock."""

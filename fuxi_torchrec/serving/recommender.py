@@ -12,7 +12,6 @@ from fuxi_torchrec.encoders.state import States
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.export.options import Verify
-from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.appending import Appender
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, feature_values
 from fuxi_torchrec.serving.encoding import UserModel
@@ -34,8 +33,6 @@ from fuxi_torchrec.serving.requests import (
 )
 from fuxi_torchrec.serving.store import STORE_FILE, Content, Store, about_of, read_store
 from fuxi_torchrec.serving.stored import StoredUsers
-
-logger = get_logger(__name__)
 
 
 class Recommender:
@@ -276,12 +273,7 @@ class Recommender:
             count["rare_items"], count["unknown_items"] = items.count(LEFT_OUT), items.count(UNKNOWN)
             pairs = zip(selected, items, strict=True)
             found += [(count, event, item) for event, item in pairs if item != LEFT_OUT]
-        accepted, crowded = self._appender.append([(event, item) for _, event, item in found])
-        if crowded:
-            try:
-                self.users.states(self.users.snapshots(list(crowded)))
-            except Exception:  # the events are on disk, and that is all that append promises
-                logger.exception("%d users could not be encoded; they are when they are queried", len(crowded))
+        accepted = self._appender.append([(event, item) for _, event, item in found])
         for (count, *_), ok in zip(found, accepted, strict=True):
             count["accepted" if ok else "late"] += 1
         return [Appended(**count) for count in counts]

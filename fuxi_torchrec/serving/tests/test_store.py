@@ -85,15 +85,15 @@ def append_together(recommender, calls):
             found[number] = str(error)
 
     threads = [threading.Thread(target=append, args=(number,)) for number in range(len(calls))]
-    with recommender._appender._written:
-        recommender._appender._busy = True  # as if somebody wrote
+    with recommender._appender._turn:
+        recommender._appender._led = True  # as if somebody wrote
     for number, thread in enumerate(threads, 1):
         thread.start()
         while len(recommender._appender._waiting) < number:
             time.sleep(0.001)
-    with recommender._appender._written:
-        recommender._appender._busy = False
-        recommender._appender._written.notify_all()
+    with recommender._appender._turn:
+        recommender._appender._led = False
+        recommender._appender._turn.notify_all()
     for thread in threads:
         thread.join()
     return found
