@@ -28,9 +28,10 @@ def found() -> native.Found:
 def load(kernels: Path) -> None:
     """Take the kernels of another library; it is an error if they cannot be used."""
     global _found
-    _found = native.load(kernels.resolve())
-    if _found.missing:
-        raise ValueError(_found.missing)
+    there = native.load(kernels)
+    if there.missing:
+        raise ValueError(there.missing)
+    _found = there
 
 
 def available() -> list[str]:

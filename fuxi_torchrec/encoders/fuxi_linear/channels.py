@@ -7,7 +7,7 @@ parallel and the recurrent form put the channel in the terms of the general defi
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +184,12 @@ class TemporalChannel(Channel):
         if self.alpha is not None and self.beta is not None:
             nn.init.normal_(self.alpha, std=0.02)
             nn.init.ones_(self.beta)
+
+    def decays_of(self) -> dict[str, Any]:
+        """Where its decays are kept, by name: among its own or block 0's parameters, or buffers if they are fixed."""
+        if self.decay is None:
+            return self._shared[0].decays_of()
+        return self._parameters if "decay" in self._parameters else self._buffers
 
     def raw_decay(self) -> Tensor:
         """w_k, its own or the shared one."""

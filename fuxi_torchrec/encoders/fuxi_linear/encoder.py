@@ -140,15 +140,14 @@ class FuXiLinearEncoder(SequenceEncoder):
         bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, state=state)
         if not len(x):
             return state
-        sequences = Sequences(self.config, bounds, timestamps, timestamps[:0], x.dtype, state.count)
-        rows = self._embed(x, sequences.position_T)
         new = [b - a for a, b in itertools.pairwise(bounds)]
         if max(new) > 1:
-            return self._append_many(state, rows, sequences.bounds, timestamps)
+            sequences = Sequences(self.config, bounds, timestamps, timestamps[:0], x.dtype, state.count)
+            return self._append_many(state, self._embed(x, sequences.position_T), sequences.bounds, timestamps)
         if min(new) == 1:
-            return self._append_one(state, rows, timestamps)
+            return self.append_one(state, x, timestamps)
         users = [user for user, events in enumerate(new) if events]
-        return state.put(users, self._append_one(state.select(users), rows, timestamps))
+        return state.put(users, self.append_one(state.select(users), x, timestamps))
 
     @torch.no_grad()
     def query(self, state: EncoderState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
@@ -157,8 +156,23 @@ class FuXiLinearEncoder(SequenceEncoder):
         return self.query_unchecked(state, request_timestamps)
 
     def append_one(self, state: EncoderState, rows: Tensor, times: Tensor) -> EncoderState:
-        position = state.count.clamp(max=self.config.max_positions - 1)
-        return self._append_one(state, self._embed(rows, position), times)
+        """One new event for every user: commit the pending one with its real successor, then wait with the new one."""
+        rows = self._embed(rows, state.count.clamp(max=self.config.max_positions - 1))
+        if self._decodes_natively():
+            kept = decode.append(_pending(state), times, self._weights())
+            names = tuple(state.memory[0])
+            blocks = tuple(dict(zip(names, kept[n : n + 3], strict=True)) for n in range(0, len(kept), 3))
+            return replace(state, count=state.count + 1, pending=rows, pending_time=times.clone(), memory=blocks)
+        step, x, after = self._step(state, times), state.pending, list[BlockState]()
+        waiting_B1 = (state.count > 0).to(rows.dtype).unsqueeze(1)
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            if len(after) + 1 < len(self.blocks):
+                x, columns = block.step_output(x, step, memory)
+            else:  # the last block's output is not needed
+                columns = block.project_columns(x)
+            # zero columns, of a user without a pending event, write nothing
+            after.append(block.step_state([column * waiting_B1 for column in columns], step, memory))
+        return replace(state, count=state.count + 1, pending=rows, pending_time=times.clone(), memory=tuple(after))
 
     def query_unchecked(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
         """The last block's output of the pending events, queried at a time."""
@@ -213,24 +227,6 @@ class FuXiLinearEncoder(SequenceEncoder):
         parameters = [parameter for block in self.layers for parameter in block.decode_parameters()]
         config = self.config
         return decode.Weights(parameters, config.temporal_periods, config.preset == "official", config.temporal_phases)
-
-    def _append_one(self, state: EncoderState, rows: Tensor, time_B: Tensor) -> EncoderState:
-        """One new event for every user: commit the pending one with its real successor, then wait with the new one."""
-        if self._decodes_natively():
-            kept = decode.append(_pending(state), time_B, self._weights())
-            names = tuple(state.memory[0])
-            blocks = tuple(dict(zip(names, kept[n : n + 3], strict=True)) for n in range(0, len(kept), 3))
-            return replace(state, count=state.count + 1, pending=rows, pending_time=time_B.clone(), memory=blocks)
-        step, x, after = self._step(state, time_B), state.pending, list[BlockState]()
-        waiting_B1 = (state.count > 0).to(rows.dtype).unsqueeze(1)
-        for block, memory in zip(self.layers, state.memory, strict=True):
-            if len(after) + 1 < len(self.blocks):
-                x, columns = block.step_output(x, step, memory)
-            else:  # the last block's output is not needed
-                columns = block.project_columns(x)
-            # zero columns, of a user without a pending event, write nothing
-            after.append(block.step_state([column * waiting_B1 for column in columns], step, memory))
-        return replace(state, count=state.count + 1, pending=rows, pending_time=time_B.clone(), memory=tuple(after))
 
     def _append_many(self, state: EncoderState, rows: Tensor, at: Tensor, time_T: Tensor) -> EncoderState:
         """Commit the pending event and all new ones but the last; then wait with the last.

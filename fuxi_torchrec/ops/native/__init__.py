@@ -4,6 +4,7 @@ It is built by ``make setup`` or ``pip install`` (see :mod:`.build`), never when
 sources, or that this machine or this torch cannot load gives a reason in a line, and torch is used.
 """
 
+import threading
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,9 @@ import torch
 
 from fuxi_torchrec.ops.native.build import HERE, LIBRARY, digest
 
-_REBUILD = "run make setup, or python -m fuxi_torchrec.ops.native.build"
+_BUILD = "python -m fuxi_torchrec.ops.native.build"
+_loading = threading.Lock()
+_loaded: Path | None = None  # a process has the operators of one library
 
 
 class Found(NamedTuple):
@@ -29,19 +32,28 @@ class Found(NamedTuple):
     onednn: bool = False
 
 
-@cache
 def load(path: Path = HERE / LIBRARY) -> Found:
     """Load the library, once."""
+    with _loading:
+        return _load(path.resolve())
+
+
+@cache
+def _load(path: Path) -> Found:
+    global _loaded
     if not path.exists():
-        return Found(f"{path.name} was not built: {_REBUILD}")
+        return Found(f"{path.name} was not built: run make setup, or {_BUILD}")
+    if digest().encode() not in path.read_bytes():
+        return Found(f"{path.name} was built from other sources: run make setup, or {_BUILD}")
+    if _loaded is not None:
+        return Found(f"{path} cannot be loaded beside {_loaded}: choose one before the first encoder is made")
     try:
         torch.ops.load_library(path)
-        built_from = torch.ops.fuxi_torchrec.sources()
+        torch.ops.fuxi_torchrec.sources()
     except (OSError, RuntimeError, AttributeError) as error:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        return Found(f"{path.name} cannot be loaded ({why}): {_REBUILD}")
-    if built_from != digest():
-        return Found(f"{path.name} was built from other sources: {_REBUILD}")
+        return Found(f"{path.name} cannot be loaded ({why}): run {_BUILD} --force")
+    _loaded = path
     from fuxi_torchrec.ops.native import block, decode
 
     block.register()

@@ -1,4 +1,4 @@
-"""Compile the native kernels: ``python -m fuxi_torchrec.ops.native.build [--sanitize]``, or called by setup.py.
+"""Compile the native kernels: ``python -m fuxi_torchrec.ops.native.build``, or called by setup.py.
 
 A C++17 compiler (``$CXX``, else g++ or c++) and torch's headers are needed, and nothing is fetched. One source is
 compiled for each instruction set; the library picks at run time. Only the standard library is imported here: torch's
@@ -35,9 +35,10 @@ class CannotBuildError(Exception):
 
 
 def digest() -> str:
-    """Of the sources: a library of others is not used."""
-    sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp")])
-    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+    """Of the sources, how they are compiled and for what machine: a library of others is not used."""
+    sources = sorted([*HERE.glob("*.h"), *HERE.glob("*.cpp"), HERE / "build.py"])
+    parts = [platform.machine().encode(), *(path.read_bytes() for path in sources)]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def torch_directory() -> Path:
@@ -94,20 +95,26 @@ def build(target: Path, sanitize: bool = False) -> None:
         objects = [f"{directory}/{name}.o" for name in commands]
         # torch itself is loaded before the library: it is named, not carried
         _run([*cxx, *flags, "-shared", "-o", linked, *objects, f"-L{torch / 'lib'}", "-ltorch_cpu"])
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_suffix(".new")
-        shutil.copy(linked, beside)
-        beside.replace(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".kernels-") as aside:
+                Path(shutil.copy(linked, aside)).replace(target)
+        except OSError as error:
+            raise CannotBuildError(f"{target} cannot be written: {error.strerror}") from None
 
 
 def main() -> None:
     """Build beside the sources; say in a line how it went. Without kernels everything works: that is no failure."""
     parser = argparse.ArgumentParser(description="Compile the native CPU kernels.")
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UndefinedBehaviorSanitizer")
-    parser.add_argument("--output", type=Path, default=HERE / LIBRARY)
+    parser.add_argument("--force", action="store_true", help="also if there is a library of these sources")
+    parser.add_argument("--output", type=Path, help="elsewhere than beside the sources")
     arguments = parser.parse_args()
-    target: Path = arguments.output
-    if target.exists() and not arguments.sanitize and digest().encode() in target.read_bytes():
+    if arguments.sanitize and arguments.output is None:
+        parser.error("--sanitize needs --output: such a library is for tests alone")
+    target: Path = arguments.output or HERE / LIBRARY
+    again = arguments.force or arguments.sanitize
+    if not again and target.exists() and digest().encode() in target.read_bytes():
         print(f"native kernels: {target.name} is up to date")
         return
     try:

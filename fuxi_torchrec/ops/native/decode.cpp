@@ -117,7 +117,8 @@ struct Step {
       const double log = static_cast<double>(theta * logsigmoid(temporal[k]));
       for (int64_t user = 0; user < B; user++) {
         const double ticks = static_cast<double>(std::max<int64_t>(0, to[user] - from[user]));
-        decay[(l * B + user) * scales + k] = std::exp(std::fmax(-80.0, log * ticks));
+        const double exponent = log * ticks;
+        decay[(l * B + user) * scales + k] = std::exp(exponent < -80.0 ? -80.0 : exponent);  // NaN stays
       }
     }
     layer.lambda = &lambda[l * shape.heads];

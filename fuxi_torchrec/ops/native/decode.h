@@ -45,6 +45,12 @@ INLINE void norm_row(const float* x, int64_t d, bool official, float* to) {
   each_vector(d, [&](int64_t j, int64_t n) { store_some(to + j, (load_some(x + j, n) - norm.mean) * norm.f, n); });
 }
 
+INLINE float inner(const float* a, const float* b, int64_t width) {
+  Vf sum{};
+  each_vector(width, [&](int64_t j, int64_t n) { sum += load_some(a + j, n) * load_some(b + j, n); });
+  return total(sum);
+}
+
 INLINE void silu_row(float* x, int64_t width) {
   each_vector(width, [&](int64_t j, int64_t n) {
     const Vf v = load_some(x + j, n);
@@ -61,8 +67,7 @@ INLINE void decode_retention(const Shape& s, const Layer& layer, int64_t user, f
     const int64_t at = (user * s.heads + head) * K * K;
     const float* state = layer.retention + at;
     if (y) {
-      float own = 0;
-      for (int64_t n = 0; n < K; n++) own += q[n] * k[n];
+      const float own = inner(q, k, K);
       few_rows(q, 0, 1, state, K, K, y + head * K, 0, K);
       const float scale = s.official ? lambda : 1.0f;
       for (int64_t n = 0; n < K; n++) y[head * K + n] = (y[head * K + n] + own * v[n]) * scale;
@@ -102,8 +107,7 @@ INLINE void decode_positional(const Shape& s, const Layer& layer, const Decode& 
   const float* kernel = layer.table + all.position[user] * s.kernel;
   const float* state = layer.positional + at;
   if (y) {
-    float own = 0;
-    for (int64_t n = 0; n < s.kernel; n++) own += kernel[n] * kernel[n];
+    const float own = inner(kernel, kernel, s.kernel);
     few_rows(kernel, 0, 1, state, d, s.kernel, y, 0, d);
     const float gain = layer.positional_gain, skip = layer.positional_skip;
     for (int64_t j = 0; j < d; j++) y[j] = gain * (y[j] + own * v[j]) + skip * v[j];

@@ -46,8 +46,9 @@ def test_a_missing_library_is_a_reason_in_a_line(tmp_path):
     assert reason.startswith("kernels.so was not built: ") and "\n" not in reason
 
 
-def test_a_library_of_another_machine_or_torch_is_a_reason_in_a_line(tmp_path):
-    (tmp_path / "kernels.so").write_bytes(b"\x7fELF of something else")
+def test_a_library_of_another_machine_or_torch_is_a_reason_in_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "_loaded", None)
+    (tmp_path / "kernels.so").write_bytes(b"\x7fELF of something else, " + native.digest().encode())
     reason = native.load(tmp_path / "kernels.so").missing
     assert reason.startswith("kernels.so cannot be loaded (") and "\n" not in reason
 
@@ -56,6 +57,10 @@ def test_a_library_of_another_machine_or_torch_is_a_reason_in_a_line(tmp_path):
 def test_a_library_of_other_sources_is_not_used(tmp_path, monkeypatch):
     shutil.copy(native.HERE / native.LIBRARY, tmp_path / "kernels.so")
     monkeypatch.setattr(native, "digest", lambda: "others")
-    # loading it twice would define its operators twice: only what it says of itself is asked
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
     assert "was built from other sources" in native.load(tmp_path / "kernels.so").missing
+
+
+@needs_kernels
+def test_a_process_has_the_operators_of_one_library(tmp_path):
+    shutil.copy(native.HERE / native.LIBRARY, tmp_path / "kernels.so")
+    assert "cannot be loaded beside" in native.load(tmp_path / "kernels.so").missing
