@@ -26,6 +26,16 @@ from fuxi_torchrec.ops.product import product
 BlockState = dict[str, Tensor]
 
 
+class _Slots:
+    """Where parameters are kept. A class of its own: torch.export copies lists and dictionaries while it traces."""
+
+    def __init__(self, slots: list[tuple[dict[str, Any], str]]) -> None:
+        self._slots = slots
+
+    def tensors(self) -> list[Tensor]:
+        return [parameters[name] for parameters, name in self._slots]
+
+
 class Block(nn.Module):
     """``z = o·W_0 + x`` with o the gated channels; ``out = ((m W_1) ⊙ SiLU(m W_2)) W_3 + z`` with m = RMSNorm(z).
 
@@ -50,7 +60,7 @@ class Block(nn.Module):
         self.ffn_in = nn.Parameter(torch.empty(d, 2 * hidden))  # W_1 | W_2
         self.ffn_out = nn.Parameter(torch.empty(hidden, d))  # W_3
         self.dropout = nn.Dropout(config.dropout)
-        self._slots: list[tuple[dict[str, Any], str]] | None = None
+        self._slots: _Slots | None = None
 
     @property
     def channels(self) -> dict[str, Channel]:
@@ -133,20 +143,21 @@ class Block(nn.Module):
         """As :class:`fuxi_torchrec.ops.native.decode.Weights` has them; every channel must be on."""
         if self._slots is None:
             self._slots = self._decode_slots()
-        return [parameters[name] for parameters, name in self._slots]
+        return self._slots.tensors()
 
-    def _decode_slots(self) -> list[tuple[dict[str, Any], str]]:
+    def _decode_slots(self) -> _Slots:
         """Where they are kept, a module's own dictionary: looking each up as an attribute takes a third of a query."""
         retention, temporal, positional = self.retention, self.temporal, self.positional
         assert retention is not None and temporal is not None and positional is not None
         mix: dict[str, Any] = temporal._parameters
         if temporal.alpha is None:
             mix = dict.fromkeys(("alpha", "beta"), self.in_proj.new_empty(0))
-        return [
+        slots = [
             *((self._parameters, name) for name in ("in_proj", "out_proj", "ffn_in", "ffn_out")),
             *((retention._parameters, "decay"), (temporal.decays_of(), "decay"), (mix, "alpha"), (mix, "beta")),
             *((positional._parameters, name) for name in ("kernel", "alpha", "beta")),
         ]
+        return _Slots(slots)
 
     def final_state(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
         """The state after each user's last row, where the block's output is not needed; without gradients."""

@@ -134,6 +134,16 @@ def test_an_exported_query_needs_no_operator_of_ours():
     torch.testing.assert_close(exported.module()(state.flat(), times), encoder.query(state, times), rtol=0, atol=1e-5)
 
 
+def test_an_encoder_decodes_the_same_after_it_was_exported():
+    encoder, state, times = stored([3, 8])
+    before = encoder.query(state, times)
+    torch.export.export(Query(encoder, state), (state.flat(), times), strict=False)
+    torch.testing.assert_close(encoder.query(state, times), before, rtol=0, atol=0)
+    with torch.no_grad():
+        encoder.layers[0].out_proj.zero_()
+    assert not torch.equal(encoder.query(state, times), before)
+
+
 class Whole(torch.nn.Module):
     """An encoder over one layout of users, as a program."""
 
