@@ -94,9 +94,9 @@ class FuXiAlphaBlock(CachedBlock):
                     cached.content(q[rows], k_HEK),
                 )
                 of_position, of_time, of_content = cached.weighted(v_HEV, *maps)
-                by_position[rows] += of_position.flatten(1)
-                by_time[rows] += of_time.flatten(1)
-                by_content[rows] += of_content
+                by_position[rows] += of_position
+                by_time[rows] += of_time
+                by_content[rows] += of_content.view_as(by_content[rows])
         y = head_by_head(self.heads, by_position, by_time, by_content.flatten(1) / self.relative.positions)
         return self.ffn(u * rms_norm(y).to(u.dtype), x_TD), (k, v_THV)
 

@@ -75,8 +75,8 @@ class FuXiBetaBlock(CachedBlock):
                     cached.time_map(time, clocks[1][rows], time_E),
                 )
                 of_position, of_time = cached.weighted(v_HEV, *maps)
-                by_position[rows] += of_position.flatten(1)
-                by_time[rows] += of_time.flatten(1)
+                by_position[rows] += of_position
+                by_time[rows] += of_time
         y = rms_norm(head_by_head(self.heads, by_position, by_time))
         return self.ffn(u * y.to(u.dtype), x_TD), (v.unflatten(-1, (self.heads, -1)),)
 
