@@ -347,7 +347,7 @@ def plot(found: dict[str, Any]) -> None:
         cases = [case[kind] for case in found["decode"]]
         right.plot([c["events"] for c in cases], [c["append_query_ms"] / c["users"] for c in cases], style, **drawn)
     left.set(title="Encoding one history", ylabel="seconds")
-    right.set(title="One event more and a query", ylabel="ms a user")
+    right.set(title="One event more and a query (64 users, 16 at 16k)", ylabel="ms a user")
     for axes in (left, right):
         axes.set(xscale="log", yscale="log", xlabel="events of the history")
         axes.set_xticks(PREFILL, [f"{n // 1024}k" for n in PREFILL], minor=False)

@@ -41,6 +41,11 @@ def _users(chunks: Chunks, *rows: Tensor) -> list[Tensor]:
     return [x.unflatten(0, (len(chunks.lengths_B), -1)).transpose(1, 2) for x in rows]
 
 
+def _events(chunks: Chunks, rows: Tensor) -> tuple[Tensor, ...]:
+    """(B, W) of each place in the histories."""
+    return rows.unflatten(0, (len(chunks.lengths_B), -1)).unbind(1)
+
+
 def _packed(y: Tensor) -> Tensor:
     return y.transpose(1, 2).flatten(0, 1)
 
@@ -116,10 +121,10 @@ def _gated(q_TK: Tensor, k_TK: Tensor, v_THV: Tensor, log_decay_TH: Tensor, chun
 def _diagonal(
     log_decay_TW: Tensor, update_TW: Tensor, chunks: Chunks, initial: None, with_state: bool
 ) -> tuple[Tensor, None]:
-    decay, update = (x.unflatten(0, (len(chunks.lengths_B), -1)) for x in (log_decay_TW.exp(), update_TW))
-    h, rows = torch.zeros_like(update[:, 0]), []
-    for i in range(update.shape[1]):
-        h = decay[:, i] * h + update[:, i]
+    decay, update = (_events(chunks, x) for x in (log_decay_TW.exp(), update_TW))
+    h, rows = torch.zeros_like(update[0]), []
+    for decay_BW, update_BW in zip(decay, update, strict=True):
+        h = decay_BW * h + update_BW
         rows.append(h)
     return torch.stack(rows, 1).flatten(0, 1), None
 
@@ -127,9 +132,8 @@ def _diagonal(
 def _selective(
     u: Tensor, step: Tensor, A: Tensor, B: Tensor, C: Tensor, chunks: Chunks, initial: None, with_state: bool
 ) -> tuple[Tensor, None]:
-    u, step, B, C = (x.unflatten(0, (len(chunks.lengths_B), -1)) for x in (u, step, B, C))
-    h, rows = u.new_zeros(*u[:, 0].shape, A.shape[1]), []
-    for i in range(u.shape[1]):
-        h = torch.exp(step[:, i, :, None] * A) * h + (step[:, i] * u[:, i]).unsqueeze(2) * B[:, i].unsqueeze(1)
-        rows.append((h @ C[:, i].unsqueeze(2)).squeeze(2))
+    h, rows = u.new_zeros(len(chunks.lengths_B), *A.shape), []
+    for u_BE, step_BE, B_BS, C_BS in zip(*(_events(chunks, x) for x in (u, step, B, C)), strict=True):
+        h = torch.exp(step_BE.unsqueeze(2) * A) * h + (step_BE * u_BE).unsqueeze(2) * B_BS.unsqueeze(1)
+        rows.append((h @ C_BS.unsqueeze(2)).squeeze(2))
     return torch.stack(rows, 1).flatten(0, 1), None

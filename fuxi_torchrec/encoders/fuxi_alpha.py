@@ -113,6 +113,7 @@ class FuXiAlphaEncoder(PendingEncoder):
     config: FuXiAlphaConfig
     tables = ("position_table", "time_table")
     released_prefix = "_fuxi._attention_layers."
+    released_tells_heads = False
     released_names: ClassVar = {
         "uvqk": "_uvqk",
         "relative.position_table": "_rel_attn_bias._pos_w",
@@ -131,6 +132,7 @@ class FuXiAlphaEncoder(PendingEncoder):
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
+        layer.require("_rel_attn_bias._ts_w")  # which FuXi-β does not have
         value = layer["_mffn.lin0.weight"].shape[1] // 3
         query = (layer["_uvqk"].shape[1] - 4 * value) // 2
         told = layer.per_head(num_heads, value_dim=value, qk_dim=query)

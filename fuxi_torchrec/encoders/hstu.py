@@ -115,6 +115,7 @@ class HSTUEncoder(PendingEncoder):
     config: HSTUConfig
     tables = ("position_table", "time_table")
     released_prefix = "_hstu._attention_layers."
+    released_tells_heads = False
     released_names: ClassVar = {
         "uvqk": "_uvqk",
         "relative.position_table": "_rel_attn_bias._pos_w",
