@@ -274,7 +274,7 @@ def memory_section(_: Path) -> tuple[str, list[Aim], Any]:
     rows = [[NAMES[kind], f"{case['bytes'] / 1e9:.2f}"] for kind, case in found.items()]
     what = (
         f"Peak memory of a process that takes a step over one history of {TRAINED:,} events, d = 128, L = 4, published "
-        "sizes, Adam, the process itself included (0.3 GB). TiM4Rec is left out: its matrices over the slots alone "
+        "sizes, Adam, the process itself included. TiM4Rec is left out: its matrices over the slots alone "
         f"have {4 * 2 * TRAINED**2 / 1e9:.1f} billion elements at that length."
     )
     aims = [
