@@ -1,7 +1,8 @@
-"""All encoders through every pipeline: prepared, trained on two ranks, evaluated, exported, refreshed, asked."""
+"""All encoders through every pipeline: prepared, trained on two ranks, evaluated, exported, refreshed, served."""
 
 import json
 
+import httpx
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.serving.tests.exports import users_of
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
+from integration_tests.services import Service
 from integration_tests.test_second_encoder import CUT, evaluate, export, log, write
 from pipelines import explain, recommend, refresh
 
@@ -75,12 +77,27 @@ def test_every_pipeline_takes_every_encoder(workers, place, tmp_path, capsys, ki
         assert np.abs(full[user].row["embedding"] - vector).max() < 2e-5, user
 
     capsys.readouterr()
-    assert recommend.main(["--export", str(refreshed), "--user", str(next(iter(full))), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["as_of"] == as_of
+    user = next(row[0] for row in log() if row[2] > CUT)
+    assert recommend.main(["--export", str(refreshed), "--user", user, "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["as_of"] == as_of
+    assert_served(yesterday, user, answer)
     assert explain.main(["--run-dir", str(run)]) == 0
     said = capsys.readouterr().out
     assert ("has nothing to show" in said) == (kind in SILENT)
     assert (run / "explain.png").exists() == (kind not in SILENT)
+
+
+def assert_served(export, user, wanted):
+    """Over HTTP, with the user's events since the export appended: what the refreshed export answers."""
+    late = [{"user_id": u, "item_id": item, "timestamp": time} for u, item, time in log() if u == user and time > CUT]
+    with Service(export) as service, httpx.Client(base_url=service.url, timeout=30) as http:
+        for first in range(0, len(late), 7):
+            assert http.post("/append", json={"events": late[first : first + 7]}).status_code == 200
+        found = http.post("/recommend", json={"user_id": user, "time": wanted["as_of"]}).json()
+    assert (found["known"], found["events"]) == (True, wanted["events"])
+    scores = [[item["score"] for item in answer["items"]] for answer in (found, wanted)]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["hstu", "mamba4rec"])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from fuxi_torchrec import encoders
 from pipelines import plan
 
 
@@ -56,3 +57,19 @@ def test_a_sharding_that_cannot_be_is_no_plan(run):
     code, said = run("--nodes", "8", "--items", "6", "--device", "cpu")
     assert code == 1
     assert "no plan" in said and "tables.sharding=data_parallel" in said
+
+
+@pytest.mark.parametrize("kind", [kind for kind in encoders.kinds() if kind != "fuxi_linear"])
+def test_every_encoder_has_a_plan(kind, monkeypatch, capsys):
+    monkeypatch.setattr(plan, "setup_logging", lambda level: None)
+
+    def activations(*settings):
+        config = ["--config", f"configs/peers/{kind}.yaml", "--items", "100000", "--memory-gb", "80"]
+        assert plan.main([*config, *settings]) == 0
+        said = capsys.readouterr().out
+        assert "FITS" in said and "DOES NOT" not in said
+        (line,) = [line for line in said.splitlines() if line.strip().startswith("activations")]
+        return line
+
+    few, many = (activations("batch.users=null", f"batch.events={events}") for events in (4096, 65536))
+    assert few != many

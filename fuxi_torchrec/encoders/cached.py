@@ -139,10 +139,6 @@ class CachedEncoder(StackEncoder):
             new += kept
         return rows, new
 
-    def _run(self, block: nn.Module, rows: Tensor, batch: Batch) -> Tensor:
-        y, _ = block(rows, batch)
-        return y
-
 
 class PendingEncoder(CachedEncoder):
     """An encoder of cached blocks whose outputs depend on the time of the next event.

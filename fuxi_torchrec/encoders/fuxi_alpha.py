@@ -94,9 +94,9 @@ class FuXiAlphaBlock(CachedBlock):
                     cached.content(q[rows], k_HEK),
                 )
                 of_position, of_time, of_content = cached.weighted(v_HEV, *maps)
-                by_position[rows] += of_position.flatten(1)
-                by_time[rows] += of_time.flatten(1)
-                by_content[rows] += of_content
+                by_position[rows] += of_position
+                by_time[rows] += of_time
+                by_content[rows] += of_content.view_as(by_content[rows])
         y = head_by_head(self.heads, by_position, by_time, by_content.flatten(1) / self.relative.positions)
         return self.ffn(u * rms_norm(y).to(u.dtype), x_TD), (k, v_THV)
 
@@ -113,6 +113,7 @@ class FuXiAlphaEncoder(PendingEncoder):
     config: FuXiAlphaConfig
     tables = ("position_table", "time_table")
     released_prefix = "_fuxi._attention_layers."
+    released_tells_heads = False
     released_names: ClassVar = {
         "uvqk": "_uvqk",
         "relative.position_table": "_rel_attn_bias._pos_w",
@@ -131,6 +132,7 @@ class FuXiAlphaEncoder(PendingEncoder):
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
+        layer.require("_rel_attn_bias._ts_w")  # which FuXi-β does not have
         value = layer["_mffn.lin0.weight"].shape[1] // 3
         query = (layer["_uvqk"].shape[1] - 4 * value) // 2
         told = layer.per_head(num_heads, value_dim=value, qk_dim=query)

@@ -75,8 +75,8 @@ class FuXiBetaBlock(CachedBlock):
                     cached.time_map(time, clocks[1][rows], time_E),
                 )
                 of_position, of_time = cached.weighted(v_HEV, *maps)
-                by_position[rows] += of_position.flatten(1)
-                by_time[rows] += of_time.flatten(1)
+                by_position[rows] += of_position
+                by_time[rows] += of_time
         y = rms_norm(head_by_head(self.heads, by_position, by_time))
         return self.ffn(u * y.to(u.dtype), x_TD), (v.unflatten(-1, (self.heads, -1)),)
 
@@ -88,6 +88,7 @@ class FuXiBetaEncoder(PendingEncoder):
     config: FuXiBetaConfig
     tables = ("position_table",)
     released_prefix = "_fuxi._attention_layers."
+    released_tells_heads = False
 
     @property
     def released_names(self) -> Names:  # type: ignore[override]
@@ -108,6 +109,7 @@ class FuXiBetaEncoder(PendingEncoder):
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
         function = "exp" if "_rel_attn_bias._exp_a" in layer else "pow"
+        layer.require(f"_rel_attn_bias._{function}_a")  # which FuXi-α does not have
         told = layer.per_head(num_heads, value_dim=layer["_mffn.lin0.weight"].shape[1] // 2)
         return {**told, "time_function": function, "ffn_dim": len(layer["_mffn.lin1.weight"])}
 

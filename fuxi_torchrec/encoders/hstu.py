@@ -88,7 +88,7 @@ class HSTUBlock(CachedBlock):
         nn.init.xavier_uniform_(self.out.weight)
 
     def cache_shapes(self) -> tuple[tuple[int, int], ...]:
-        return (self.heads, self.keys), (self.heads, self.values)
+        return (self.heads, self.keys), cached.narrow_shape(self.heads, self.values)
 
     def forward(self, x_TD: Tensor, batch: Batch, earlier: Earlier | None = None) -> tuple[Tensor, Kept]:
         u, v, q, k = F.silu(layer_norm(x_TD) @ self.uvqk).split(self.widths, -1)
@@ -98,14 +98,14 @@ class HSTUBlock(CachedBlock):
         y = biased_attention(q, k, v, distance_P, time_P, clocks, tile_chunks(batch))
         if earlier is not None:
             time = TimeMap("buckets", time_P)
-            for rows, queries, time_E, (k_HEK, v_HEV) in earlier.blocks(self.heads):
+            for rows, queries, time_E, (k_HEK, v_GEV) in earlier.blocks(self.heads):
                 bias = cached.time_map(time, clocks[1][rows], time_E)
                 bias += cached.position_map(distance_P, queries, len(time_E))
-                (more,) = cached.weighted(v_HEV, cached.content(q[rows], k_HEK, bias))
-                y[rows] += more
+                (more,) = cached.weighted(v_GEV, cached.content(q[rows], k_HEK, bias))
+                y[rows] += more.view_as(y[rows])
         # y² is near the norm's eps: not in half precision
         gated = u * layer_norm((y / self.relative.positions).flatten(1)).to(u.dtype)
-        return self.out(self.dropout(gated)) + x_TD, (k, v)
+        return self.out(self.dropout(gated)) + x_TD, (k, cached.narrow(v))
 
 
 class HSTUEncoder(PendingEncoder):
@@ -115,6 +115,7 @@ class HSTUEncoder(PendingEncoder):
     config: HSTUConfig
     tables = ("position_table", "time_table")
     released_prefix = "_hstu._attention_layers."
+    released_tells_heads = False
     released_names: ClassVar = {
         "uvqk": "_uvqk",
         "relative.position_table": "_rel_attn_bias._pos_w",

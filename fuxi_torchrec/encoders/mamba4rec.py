@@ -14,16 +14,9 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
 from fuxi_torchrec.encoders.explain import Curve, half_lives
+from fuxi_torchrec.encoders.recurrent import BlockState, RecurrentBlock, RecurrentEncoder
 from fuxi_torchrec.encoders.released import ReleasedLayer, linear_names
-from fuxi_torchrec.encoders.stack import (
-    Batch,
-    BlockState,
-    FeedForwardConfig,
-    PostNormFFN,
-    RecurrentBlock,
-    RecurrentEncoder,
-    reset_linears,
-)
+from fuxi_torchrec.encoders.stack import Batch, FeedForwardConfig, PostNormFFN, reset_linears
 from fuxi_torchrec.ops.convolution import causal_conv, conv_step
 from fuxi_torchrec.ops.precision import at_least_float32
 from fuxi_torchrec.ops.scans import selective_scan

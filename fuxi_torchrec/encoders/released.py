@@ -28,11 +28,15 @@ class ReleasedLayer:
         return name in self.params
 
     def __getitem__(self, name: str) -> Tensor:
+        self.require(name)
+        return self.params[name]
+
+    def require(self, name: str) -> None:
+        """Refuse a layer that does not have a parameter."""
         if name not in self.params:
             raise ValueError(
                 f"params has no {self.prefix + name!r}: not the parameters of this model, or of another version"
             )
-        return self.params[name]
 
     def per_head(self, num_heads: int, **widths: int) -> dict[str, int]:
         """Widths of all heads together, as those of one."""

@@ -15,14 +15,9 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import setting
 from fuxi_torchrec.encoders.norms import rms_norm
+from fuxi_torchrec.encoders.recurrent import BlockState, RecurrentBlock, RecurrentEncoder
 from fuxi_torchrec.encoders.released import ReleasedLayer
-from fuxi_torchrec.encoders.stack import (
-    Batch,
-    BlockState,
-    FeedForwardConfig,
-    RecurrentBlock,
-    RecurrentEncoder,
-)
+from fuxi_torchrec.encoders.stack import Batch, FeedForwardConfig
 from fuxi_torchrec.ops import recurrent
 from fuxi_torchrec.ops.retention import retention
 from fuxi_torchrec.ops.rotation import rotated, turns
@@ -113,6 +108,7 @@ class RetNetEncoder(RecurrentEncoder):
     config_class = RetNetConfig
     config: RetNetConfig
     released_prefix = "_retnet.layers."
+    released_tells_heads = False
     released_names: ClassVar = {
         "norm": "retention_layer_norm.weight",
         "qkvg": tuple(f"retention.{name}_proj.weight" for name in "qkvg"),

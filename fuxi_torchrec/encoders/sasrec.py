@@ -78,6 +78,7 @@ class SASRecEncoder(CachedEncoder):
     config_class = SASRecConfig
     config: SASRecConfig
     released_prefix = ("attention_layers.", "forward_layers.")
+    released_tells_heads = False
     released_names: ClassVar = {
         "qkv.weight": "in_proj_weight",
         "qkv.bias": "in_proj_bias",

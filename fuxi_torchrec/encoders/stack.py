@@ -1,7 +1,7 @@
-"""What the comparison encoders share: rows with positions in, a stack of blocks, states.
+"""What the comparison encoders share: rows with positions in, a stack of blocks.
 
-A block is a module that takes rows (T, D) and a :class:`Batch`. Blocks of a :class:`RecurrentEncoder` also take and
-give a state of constant size.
+A block is a module that takes rows (T, D) and a :class:`Batch`, and gives rows, perhaps with what a state needs beside
+them: :mod:`recurrent` has blocks with states of constant size, :mod:`cached` those that keep something of every event.
 """
 
 import itertools
@@ -19,12 +19,9 @@ from fuxi_torchrec.encoders import checks
 from fuxi_torchrec.encoders.base import EncoderConfig, ParameterGroups, SequenceEncoder, check_positive, setting
 from fuxi_torchrec.encoders.explain import Curve, Curves
 from fuxi_torchrec.encoders.released import POSITIONS, Names, ReleasedLayer, released_layers
-from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.ops.chunks import Chunks
 
 _LEAST = 4  # events of a chunk that are worth one, however short histories are
-
-BlockState = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -156,6 +153,7 @@ class StackEncoder(SequenceEncoder):
         released_prefix: of the names of a layer's released parameters.
         released_names: of a block's parameters, by ours; several are stacked.
         released_after: of the encoder's own parameters beside the positions, by ours.
+        released_tells_heads: whether names and shapes of released parameters tell how many heads there are.
     """
 
     config: StackConfig
@@ -164,6 +162,7 @@ class StackEncoder(SequenceEncoder):
     released_prefix: ClassVar[str | tuple[str, ...]]
     released_names: ClassVar[Names]
     released_after: ClassVar[Mapping[str, str]] = {}
+    released_tells_heads: ClassVar[bool] = True
 
     def __init__(self, config: StackConfig) -> None:
         super().__init__(config)
@@ -217,14 +216,28 @@ class StackEncoder(SequenceEncoder):
         return {}
 
     @classmethod
-    def from_official(cls, params: Mapping[str, Tensor], **unknown: Any) -> "StackEncoder":
-        """With released weights; ``unknown`` is what their shapes do not tell, and perhaps ``dropout``."""
+    def from_official(
+        cls, params: Mapping[str, Tensor], *, num_heads: int | None = None, **unknown: Any
+    ) -> "StackEncoder":
+        """With released weights.
+
+        Args:
+            params: by their released names.
+            num_heads: where names and shapes do not tell it.
+            unknown: other settings that they do not tell, as ``dropout``.
+        """
         layers = released_layers(params, cls.released_prefix)
         rows, dim = params[POSITIONS].shape
-        told: dict[str, Any] = {"dim": dim, "num_layers": len(layers), "max_positions": rows}
-        config = cls.config_class(
-            **told, **cls.released_settings(layers[0], dim, unknown.get("num_heads", 1)), **unknown
-        )
+        settings: dict[str, Any] = {"dim": dim, "num_layers": len(layers), "max_positions": rows, **unknown}
+        if not cls.released_tells_heads:
+            if num_heads is None:
+                raise ValueError("num_heads must be given: names and shapes of the parameters do not tell it")
+            settings["num_heads"] = num_heads
+        settings |= cls.released_settings(layers[0], dim, num_heads or 1)
+        if num_heads not in (None, settings.get("num_heads")):
+            told = f"{settings['num_heads']} heads" if "num_heads" in settings else "no heads"
+            raise ValueError(f"num_heads is {num_heads}, but the parameters are those of a model with {told}")
+        config = cls.config_class(**settings)
         encoder = cls(cast(StackConfig, config))
         for block, layer in zip(encoder.blocks, layers, strict=True):
             layer.copy_to(block, encoder.released_names)
@@ -267,7 +280,8 @@ class StackEncoder(SequenceEncoder):
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _run(self, block: nn.Module, rows: Tensor, batch: Batch) -> Tensor:
-        return block(rows, batch)
+        y = block(rows, batch)
+        return y[0] if isinstance(y, tuple) else y
 
     def _embed(self, x: Tensor, position: Tensor) -> Tensor:
         rows = self.positions[position.clamp(max=self.config.max_positions - 1)]
@@ -277,94 +291,3 @@ class StackEncoder(SequenceEncoder):
         """No rows, connected to every parameter: a rank without events still takes part in the reduction."""
         wide = x.to(torch.promote_types(x.dtype, self.positions.dtype))
         return wide + sum(p.flatten()[:0].sum() for p in self.parameters() if p.requires_grad)
-
-
-class RecurrentBlock(nn.Module):
-    """A block with a state of constant size that ignores time."""
-
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """What it keeps of a user, by name."""
-        raise NotImplementedError
-
-    def forward(
-        self, x_TD: Tensor, batch: Batch, state: BlockState | None = None, with_state: bool = False
-    ) -> tuple[Tensor, BlockState]:
-        """All events of all users, and the state after each user's last; empty unless ``with_state``."""
-        raise NotImplementedError
-
-    def step(self, x_BD: Tensor, count_B: Tensor, state: BlockState) -> tuple[Tensor, BlockState]:
-        """One event of every user that has seen so many before, and the state after it."""
-        raise NotImplementedError
-
-
-class RecurrentEncoder(StackEncoder):
-    """An encoder that ignores time and whose state has a constant size.
-
-    Nothing waits for the time of a successor: what the state holds as pending is the last event's output.
-    """
-
-    state_kind = "constant"
-
-    @property
-    def layers(self) -> list[RecurrentBlock]:
-        return [cast(RecurrentBlock, block) for block in self.blocks]
-
-    def init_state(self, batch_size: int) -> EncoderState:
-        if batch_size < 0:
-            raise ValueError(f"batch_size must not be negative, but is {batch_size}")
-        like = self.positions.detach()
-        count, time = (like.new_zeros(batch_size, dtype=torch.int64) for _ in range(2))
-        memory = tuple(self._fresh(block, batch_size) for block in self.layers)
-        return EncoderState(self.fingerprint, count, time, like.new_zeros(batch_size, self.config.dim), memory)
-
-    def _fresh(self, block: RecurrentBlock, users: int) -> BlockState:
-        like = self.positions.detach()
-        return {name: like.new_zeros(users, *shape) for name, shape in block.state_shapes().items()}
-
-    @torch.no_grad()
-    def append(
-        self, state: EncoderState, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
-    ) -> EncoderState:
-        checks.state(self, state, self.positions)
-        bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, state=state)
-        if not len(x):
-            return state
-        if all(b - a == 1 for a, b in itertools.pairwise(bounds)):
-            return self.append_one(state, x, timestamps)
-        batch = Batch(bounds, timestamps, timestamps[:0], state.count)
-        rows, memory = self._embed(x, batch.position_T), []
-        for block, before in zip(self.layers, state.memory, strict=True):
-            rows, after = block(rows, batch, before, True)
-            memory.append(after)
-        touched = batch.bounds.diff() > 0
-        last_B = (batch.bounds[1:] - 1).clamp(min=0)
-        return replace(
-            state,
-            count=state.count + batch.bounds.diff(),
-            pending=torch.where(touched[:, None], self.finish(rows)[last_B], state.pending),
-            pending_time=torch.where(touched, timestamps[last_B], state.pending_time),
-            memory=tuple(memory),
-        )
-
-    @torch.no_grad()
-    def query(self, state: EncoderState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
-        """The last event's output, at whatever time."""
-        checks.state(self, state, self.positions)
-        checks.requests(request_timestamps, len(state), self.positions.device, validate)
-        return self.query_unchecked(state, request_timestamps)
-
-    def append_one(self, state: EncoderState, rows: Tensor, times: Tensor) -> EncoderState:
-        x, memory = self._embed(rows, state.count), []
-        for block, before in zip(self.layers, state.memory, strict=True):
-            x, after = block.step(x, state.count, before)
-            memory.append(after)
-        return replace(
-            state, count=state.count + 1, pending=self.finish(x), pending_time=times.clone(), memory=tuple(memory)
-        )
-
-    def query_unchecked(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
-        return state.pending.clone()
-
-    def _run(self, block: nn.Module, rows: Tensor, batch: Batch) -> Tensor:
-        y, _ = block(rows, batch)
-        return y

@@ -112,7 +112,7 @@ class TiM4RecBlock(nn.Module):
 
     def _scaled(self, batch: Batch) -> Tensor:
         """What times scale each head's steps by, (B, H, N); leaves the next block's times with the batch."""
-        times_BHN = batch.kept[_TIMES]
+        times_BHN = batch.kept.setdefault(self, batch.kept[_TIMES])  # the same again in a backward pass that recomputes
         mixed = times_BHN * self.time_out(F.silu(self.time_in(times_BHN)))
         mixed = mixed.expand(-1, self.heads, -1)
         for convolution in (self.time_conv_1, self.time_conv_2):

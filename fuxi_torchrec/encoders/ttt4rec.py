@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 from fuxi_torchrec.encoders.base import check_positive, setting
 from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.norms import EPS, rms_norm
+from fuxi_torchrec.encoders.recurrent import BlockState, RecurrentBlock, RecurrentEncoder
 from fuxi_torchrec.encoders.released import ReleasedLayer
-from fuxi_torchrec.encoders.stack import Batch, BlockState, FeedForwardConfig, RecurrentBlock, RecurrentEncoder
+from fuxi_torchrec.encoders.stack import Batch, FeedForwardConfig
 from fuxi_torchrec.ops.precision import at_least_float32
 from fuxi_torchrec.ops.rotation import rotated, turns
 
@@ -295,6 +296,7 @@ class TTT4RecEncoder(RecurrentEncoder):
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:
         return {
+            "num_heads": len(layer["seq_modeling_block.W1"]),
             "inner": "mlp" if "seq_modeling_block.W2" in layer else "linear",
             "mini_batch": len(layer["seq_modeling_block.learnable_token_idx"]),
             "ffn_dim": len(layer["mlp.gate_proj.weight"]),

@@ -15,6 +15,7 @@ from torch import Tensor
 from fuxi_torchrec.ops.time_maps import TimeMap
 
 _BLOCK_ELEMENTS = 2**20  # of the scores of a block
+_NARROW = 32  # columns of values that a product with a single row of weights reads as fast as memory gives them
 
 
 def query_blocks(queries: int, heads: int, events: int) -> Iterator[slice]:
@@ -26,10 +27,9 @@ def query_blocks(queries: int, heads: int, events: int) -> Iterator[slice]:
 
 def position_map(position_P: Tensor, queries: slice, events: int) -> Tensor:
     """(Q, E) weights by distance: queries stand behind so many cached events."""
-    device = position_P.device
-    query = torch.arange(events + queries.start, events + queries.stop, device=device)
-    apart = query.unsqueeze(1) - torch.arange(events, device=device)
-    return position_P[apart.clamp_(max=len(position_P) - 1)]
+    # from the last query's distance to the first event down to the first query's to the last; a row of each query
+    apart = torch.arange(events + queries.stop - 1, queries.start, -1, device=position_P.device)
+    return position_P[apart.clamp_(max=len(position_P) - 1)].unfold(0, events, 1).flip(0)
 
 
 def time_map(time: TimeMap, next_Q: Tensor, time_E: Tensor) -> Tensor:
@@ -45,10 +45,26 @@ def content(q_QHK: Tensor, k_HEK: Tensor, bias_QE: Tensor | None = None) -> Tens
     return F.silu(scores_HQE, inplace=True)
 
 
-def weighted(v_HEV: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Values weighed by maps, (H, Q, E) or shared by the heads (Q, E): (Q, H, V) each; values are read once for all."""
-    stacked = torch.cat([each.expand(len(v_HEV), -1, -1) for each in weights], 1)
-    return tuple(y.transpose(0, 1) for y in (stacked @ v_HEV).chunk(len(weights), 1))
+def narrow_shape(heads: int, width: int) -> tuple[int, int]:
+    """Heads and width of values as :func:`weighted` reads them fastest: wide heads as several."""
+    parts = width // _NARROW if width % _NARROW == 0 else 1
+    return heads * parts, width // parts
+
+
+def narrow(v_THV: Tensor) -> Tensor:
+    """Values of that shape; columns stay in their order."""
+    return v_THV.reshape(len(v_THV), *narrow_shape(*v_THV.shape[1:]))
+
+
+def weighted(v_GEV: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Values weighed by maps, (H, Q, E) or shared by the heads (Q, E): (Q, G·V) each; values are read once for all.
+
+    There are as many heads of values as of maps, or a multiple of them: :func:`narrow`.
+    """
+    heads = max(len(each) if each.ndim == 3 else 1 for each in weights)
+    stacked_HQE = torch.cat([each.expand(heads, -1, -1) for each in weights], 1)
+    stacked_GQE = stacked_HQE.unsqueeze(1).expand(-1, len(v_GEV) // heads, -1, -1).flatten(0, 1)
+    return tuple(y.transpose(0, 1).flatten(1) for y in (stacked_GQE @ v_GEV).chunk(len(weights), 1))
 
 
 def softmax(q_QHK: Tensor, k_HEK: Tensor, v_HEV: Tensor, y_QHV: Tensor, log_sum_QH: Tensor) -> Tensor:
