@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fuxi_torchrec.encoders.base import EncoderConfig, SequenceEncoder
 
 _FAR = 2**62
+_FEW = 16
 
 
 def batch(
@@ -115,14 +116,16 @@ def _near(name: str, values: Tensor) -> None:
     """Refuse times of which two may differ by more than 64 bits hold, as a missing one."""
     if not len(values):
         return
-    low, high = (int(bound) for bound in values.aminmax())
+    # of a few values: read at once, in a fifth of the time
+    few = values.tolist() if len(values) <= _FEW else [int(bound) for bound in values.aminmax()]
+    low, high = min(few), max(few)
     if low <= -_FAR or high >= _FAR:
         raise ValueError(f"{name} must be within 2^62 of 0, not {low} to {high}: is a time missing?")
 
 
 def _passing(timestamps: Tensor, bounds: list[int], request_timestamps: Tensor | None) -> None:
     """Refuse times whose steps forward do not add up in 64 bits, as those of missing times may."""
-    if not len(timestamps):
+    if not len(timestamps) or (request_timestamps is None and all(b - a <= 1 for a, b in itertools.pairwise(bounds))):
         return
     gaps = timestamps.diff().clamp(min=0).double()
     requested = [] if request_timestamps is None else request_timestamps.tolist()

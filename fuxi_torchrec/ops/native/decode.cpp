@@ -45,10 +45,9 @@ struct Step {
     all.hidden = ffn_out.size(0);
     all.count = static_cast<int64_t>(L);
     all.rows = held.get<float>(pending, "pending", {B, d});
-    read_times(held.get<int64_t>(count, "count", {B}), held.get<int64_t>(pending_time, "pending_time", {B}),
-               held.get<int64_t>(next_time, "next_time", {B}), periods, phases);
     const int64_t* from = held.get<int64_t>(pending_time, "pending_time", {B});
     const int64_t* to = held.get<int64_t>(next_time, "next_time", {B});
+    read_times(held.get<int64_t>(count, "count", {B}), from, to, periods, phases);
     layers.resize(L);
     lambda.resize(L * shape.heads);
     gain.resize(L * 2 * scales);

@@ -42,12 +42,12 @@ class Weights(NamedTuple):
 
 def query(pending: Pending, next_time_B: Tensor, weights: Weights) -> Tensor:
     """The last block's output of the pending events, followed by something at ``next_time_B``."""
-    return torch.ops.fuxi_torchrec.query(*pending, next_time_B, *weights)
+    return torch.ops.fuxi_torchrec.query.default(*pending, next_time_B, *weights)
 
 
 def append(pending: Pending, next_time_B: Tensor, weights: Weights) -> list[Tensor]:
     """The memory after the pending events are committed, decayed to ``next_time_B``."""
-    return torch.ops.fuxi_torchrec.append(*pending, next_time_B, *weights)
+    return torch.ops.fuxi_torchrec.append.default(*pending, next_time_B, *weights)
 
 
 def register() -> None:

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -16,6 +17,7 @@
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Maybe = std::optional<Tensor>;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 const Kernels* chosen_kernels();
 
@@ -30,18 +32,18 @@ constexpr ScalarType type_of() {
 class Held {
  public:
   template <typename T>
-  const T* get(const Tensor& tensor, const char* name, std::vector<int64_t> sizes) {
+  const T* get(const Tensor& tensor, const char* name, Sizes sizes) {
     STD_TORCH_CHECK(tensor.is_cpu(), name, " must be on the CPU");
     STD_TORCH_CHECK(tensor.scalar_type() == type_of<T>(), name, " is of the wrong dtype");
     bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
-    for (size_t n = 0; same && n < sizes.size(); n++) same = tensor.size(static_cast<int64_t>(n)) == sizes[n];
+    same = same && std::equal(sizes.begin(), sizes.end(), tensor.sizes().begin());
     STD_TORCH_CHECK(same, name, " is of the wrong shape");
     tensors_.push_back(tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor));
     return static_cast<const T*>(tensors_.back().const_data_ptr());
   }
   template <typename T>
-  const T* get(const Maybe& tensor, const char* name, std::vector<int64_t> sizes) {
-    return tensor.has_value() ? get<T>(*tensor, name, std::move(sizes)) : nullptr;
+  const T* get(const Maybe& tensor, const char* name, Sizes sizes) {
+    return tensor.has_value() ? get<T>(*tensor, name, sizes) : nullptr;
   }
 
  private:

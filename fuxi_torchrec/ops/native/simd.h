@@ -221,33 +221,33 @@ INLINE void product(const float* p, int64_t pm, int64_t pl, const float* r, int6
   }
 }
 
+// x (columns) = p R from column n on, as long as N vectors of columns are left; sums stay in registers.
+template <int N>
+INLINE int64_t row_strips(const float* p, const float* r, int64_t rs, int64_t length, float* x, int64_t n,
+                          int64_t columns) {
+  for (; n + N * W <= columns; n += N * W) {
+    Vf sums[N]{};
+    for (int64_t l = 0; l < length; l++)
+#pragma GCC unroll 16
+      for (int k = 0; k < N; k++) sums[k] += p[l] * load(r + l * rs + n + k * W);
+#pragma GCC unroll 16
+    for (int k = 0; k < N; k++) store(x + n + k * W, sums[k]);
+  }
+  return n;
+}
+
 // X (users × columns) = P R for few rows and any number of columns; P is (users × length) with row stride `ps`.
-// One or two rows: a few rows of R at a time, in the order in which they lie in memory.
+// One to three rows: what costs is to fetch R, in strips as wide as the registers allow.
 INLINE void few_rows(const float* p, int64_t ps, int64_t users, const float* r, int64_t rs, int64_t length, float* x,
                      int64_t xs, int64_t columns) {
-  constexpr int DEEP = 8;
-  for (int64_t user = 0; user < users; user++) {
-    float* to = x + user * xs;
-    const float* left = p + user * ps;
-    for (int64_t l = 0; l < length; l += DEEP) {
-      const int64_t deep = least(DEEP, length - l);
-      int64_t n = 0;
-      if (deep == DEEP)
-        for (; n + W <= columns; n += W) {
-          Vf sum = l ? load(to + n) : Vf{};
-          Vf other{};
-#pragma GCC unroll 8
-          for (int k = 0; k < DEEP; k += 2) {
-            sum += left[l + k] * load(r + (l + k) * rs + n);
-            other += left[l + k + 1] * load(r + (l + k + 1) * rs + n);
-          }
-          store(to + n, sum + other);
-        }
-      for (; n < columns; n++) {
-        float sum = l ? to[n] : 0.0f;
-        for (int64_t k = 0; k < deep; k++) sum += left[l + k] * r[(l + k) * rs + n];
-        to[n] = sum;
-      }
+  for (int64_t user = 0; user < users; user++, p += ps, x += xs) {
+    int64_t n = row_strips<W == 16 ? 16 : 8>(p, r, rs, length, x, 0, columns);
+    n = row_strips<4>(p, r, rs, length, x, n, columns);
+    n = row_strips<1>(p, r, rs, length, x, n, columns);
+    for (; n < columns; n++) {
+      float sum = 0;
+      for (int64_t l = 0; l < length; l++) sum += p[l] * r[l * rs + n];
+      x[n] = sum;
     }
   }
 }
