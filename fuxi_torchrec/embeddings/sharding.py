@@ -69,8 +69,10 @@ def check_shardable(tables: Tables, optimizer: OptimizerConfig, world_size: int)
 
 def _key(table: Table) -> str:
     """The config key that decides a table's sharding."""
-    feature = table.name.removeprefix("feature_")
-    return "tables.sharding" if feature == table.name else f"features.event.{feature}.sharding"
+    for prefix, owner in (("feature_", "event"), ("item_feature_", "item"), ("user_feature_", "user")):
+        if table.name.startswith(prefix):
+            return f"features.{owner}.{table.name.removeprefix(prefix)}.sharding"
+    return "tables.sharding"
 
 
 def make_plan(
@@ -138,7 +140,7 @@ def planned(plan: ShardingPlan, tables: Tables) -> Tables:
     def resolved(table: Table) -> Table:
         return dataclasses.replace(table, sharding=cast(Sharding, chosen[table.name]))
 
-    return Tables(resolved(tables.items), tuple(map(resolved, tables.features)))
+    return tables.resolved(resolved)
 
 
 def _leaves_ranks_empty(rows: int, world_size: int) -> bool:

@@ -80,6 +80,9 @@ class Bodies:
     append: type[BaseModel]
     forget: type[BaseModel]
     recommendations: type[BaseModel]
+    items: type[BaseModel]
+    similar: type[BaseModel]
+    similar_items: type[BaseModel]
 
 
 def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
@@ -121,16 +124,23 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
     new = _model("NewEvent", "One event of a user.", event | {"user_id": (user, ...)})
     history = (_LIST[past], Field(max_length=limits.max_events, description="sorted by time if they are not"))
     most: dict[str, Any] = {"min_length": 1, "max_length": limits.max_events}
-    answer: Fields = {
-        "user": (user | None, ...),
-        "items": (_LIST[_model("Item", "One item.", {"item_id": (item, ...), "score": (float, ...)})], ...),
-    }
+    one: Fields = {"item_id": (item, ...), "score": (float, ...)}
+    if manifest.item_file.display:
+        one["display"] = (dict[str, str | None], Field(description="what is shown of the item"))
+    items = (_LIST[_model("Item", "One item.", one)], ...)
+    answer: Fields = {"user": (user | None, ...), "items": items}
+    listed = ", ".join(spec.name for spec in manifest.item_file.columns) or "none"
+    described = f"the id as {manifest.item_file.id_column or 'item_id'}, and features by their names: {listed}"
+    given = (list[dict[str, Any]], Field(description=described, **most))
     return Bodies(
         _model("Recommend", "Ask for a user.", question | {"user_id": user_id}),
         _model("RecommendHistory", "Ask for a history that is not stored.", question | {"events": history}),
         _model("Append", "Tell what happened.", {"events": (_LIST[new], Field(**most))}),
         _model("Forget", "Remove users.", {"user_ids": (_LIST[user], Field(**most))}),
         _model("Recommendations", "Items, best first.", answer, Recommendations),
+        _model("NewItems", "Make items recommendable by their features.", {"items": given}),
+        _model("Similar", "Ask for items similar to one.", {"item_id": (item, ...), "k": question["k"]}),
+        _model("SimilarItems", "Similar items, best first.", {"item": (item, ...), "items": items}, BaseModel),
     )
 
 

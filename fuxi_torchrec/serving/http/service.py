@@ -24,6 +24,7 @@ from fuxi_torchrec.serving.http import bodies
 from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.http.guard import Guard, problem
 from fuxi_torchrec.serving.http.metrics import ServiceMetrics
+from fuxi_torchrec.serving.new_items import AddedItems
 from fuxi_torchrec.serving.options import Limits
 from fuxi_torchrec.serving.recommender import Recommender
 
@@ -87,6 +88,8 @@ def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed:
     post("/recommend-history", service.recommend_history, models.recommend_history, models.recommendations)
     post("/append", service.append, models.append, requests.Appended)
     post("/forget", service.forget, models.forget, bodies.Forgotten)
+    post("/items", service.add_items, models.items, AddedItems)
+    post("/similar-items", service.similar_items, models.similar, models.similar_items)
     app.get("/health", responses=_problems(503))(service.health)
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     responses = {**text, **_problems(*refused)}
@@ -171,6 +174,13 @@ class Service:
         count = await self._in_thread(len(body.user_ids), self.recommender.forget, body.user_ids)
         self.metrics.forgotten.inc(count)
         return bodies.Forgotten(forgotten=count)
+
+    async def add_items(self, body: Any) -> AddedItems:
+        return await self._in_thread(len(body.items), self.recommender.add_items, body.items)
+
+    async def similar_items(self, body: Any) -> Response:
+        answer = await self._in_thread(1, self.recommender.similar_items, body.item_id, body.k)
+        return JSONResponse(answer.to_dict())
 
     async def health(self) -> bodies.Health:
         """What is served, and whether events can be appended."""
