@@ -32,7 +32,7 @@ from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from fuxi_torchrec.config import OptimizerConfig, Sharding
 from fuxi_torchrec.distributed import World, check_same, raise_on_all_ranks
-from fuxi_torchrec.embeddings.tables import Table, Tables, table_of
+from fuxi_torchrec.embeddings.tables import Table, Tables, owner_of, table_of
 from fuxi_torchrec.errors import FuxiError
 
 _ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
@@ -69,10 +69,8 @@ def check_shardable(tables: Tables, optimizer: OptimizerConfig, world_size: int)
 
 def _key(table: Table) -> str:
     """The config key that decides a table's sharding."""
-    for prefix, owner in (("feature_", "event"), ("item_feature_", "item"), ("user_feature_", "user")):
-        if table.name.startswith(prefix):
-            return f"features.{owner}.{table.name.removeprefix(prefix)}.sharding"
-    return "tables.sharding"
+    owner = owner_of(table.name)
+    return "tables.sharding" if owner is None else f"features.{owner}.{table.feature}.sharding"
 
 
 def make_plan(

@@ -32,6 +32,17 @@ def table_of(name: str) -> str | None:
     return found[1] if found else None
 
 
+def owner_of(table: str) -> Owner | None:
+    """Whose feature a table is of; None for the item table.
+
+    Example:
+        >>> owner_of("item_feature_brand"), owner_of("feature_action"), owner_of("item_table")
+        ('item', 'event', None)
+    """
+    prefixes: dict[Owner, str] = {"event": "feature_", "item": "item_feature_", "user": "user_feature_"}
+    return next((owner for owner, prefix in prefixes.items() if table.startswith(prefix)), None)
+
+
 @dataclass(frozen=True)
 class Table:
     """One table: what it is called and how it is sharded."""

@@ -8,7 +8,7 @@ import pyarrow as pa
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
-from fuxi_torchrec.embeddings.tables import ITEM_TABLE, table_of
+from fuxi_torchrec.embeddings.tables import ITEM_TABLE, owner_of, table_of
 from fuxi_torchrec.encoders.base import EncoderConfig
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import OWNERS
@@ -48,7 +48,8 @@ def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:
     found, saved = {}, table_rows(path)
     for name, value in state_of(model, None).items():
         if (table := table_of(name)) is not None and name not in saved:
-            raise TrainingError(f"--init-from {other}: it has no table {table}: features must be the same")
+            key = f"features.{owner_of(table)}"
+            raise TrainingError(f"--init-from {other}: it has no table {table}: {key} must be the same")
         if name in saved:
             table = table_of(name) or name
             found[table] = value.size(0) - saved[name]
