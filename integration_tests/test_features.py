@@ -203,6 +203,35 @@ def test_a_refresh_with_items_is_what_a_service_with_them_is(place, run, capsys)
     assert "56" in capsys.readouterr().out.splitlines()[-1]  # of the same features, and never trained either
 
 
+def test_neighbours_are_the_users_with_the_nearest_vectors(place, run):
+    table = pa.concat_tables([pq.read_table(path) for path in sorted((place / "export" / "users").glob("*.parquet"))])
+    rows = np.array(table["embedding"].to_pylist(), np.float32)
+    ids, own = table["user_id"].to_pylist(), table["user_id"].to_pylist().index(4)
+    expected = [ids[n] for n in np.argsort(-(rows @ rows[own])).tolist() if n != own][:5]
+    with Recommender.load(place / "export", log_dir=place / "log-5") as recommender:
+        assert recommender.similar_users(4, recommender.manifest.as_of, 5).users == expected
+        with pytest.raises(ValueError, match="user 999 has no events"):
+            recommender.similar_users(999, recommender.manifest.as_of)
+
+
+def test_new_items_over_http(place, run):
+    from starlette.testclient import TestClient
+
+    from fuxi_torchrec.serving.http.service import create_app
+
+    item = record(features_of(range(1, 61)), 55) | {"item_id": 4000}
+    recommender = Recommender.load(place / "export", log_dir=place / "log-6")
+    with TestClient(create_app(recommender)) as client:
+        assert client.post("/similar-items", json={"item_id": 4000}).status_code == 404
+        assert client.post("/items", json={"items": [item]}).json()["added"] == 1
+        (found,) = client.post("/similar-items", json={"item_id": 4000, "k": 1}).json()["items"]
+        assert found["item_id"] == 56 and found["display"] == {"title": "item number 56"}
+        assert client.post("/items", json={"items": [item, item | {"brand": "b2"}]}).status_code == 409
+        for wrong in ({"text": [1.0]}, {"price": "dear"}, {"item_id": None}, {"colour": "red"}):
+            assert client.post("/items", json={"items": [item | wrong]}).status_code == 422
+        assert client.get("/health").json()["items"] == 61
+
+
 def test_rows_of_an_export_have_features(place, run):
     from safetensors.torch import load_file
 

@@ -22,6 +22,7 @@ from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, featur
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.log_filter import LogFilter
+from fuxi_torchrec.serving.neighbours import Neighbours, nearest_users
 from fuxi_torchrec.serving.new_items import AddedItems, NewItemsFile, latest
 from fuxi_torchrec.serving.options import RecommenderOptions, Search
 from fuxi_torchrec.serving.replay import replay
@@ -351,6 +352,15 @@ class Recommender:
         return Similar(
             item_id, catalogue.ids.take(found).to_pylist(), scores[0, : len(found)].tolist(), catalogue.shown(found)
         )
+
+    def similar_users(self, user_id: UserId, time: int, k: int = 10) -> Neighbours:
+        """Users of the export most similar to a user as it is now, queried at a time."""
+        self.check(Request(user_id, time, k))
+        state = self.states([user_id])
+        if not int(state.count[0]):
+            raise ValueError(f"user {user_id!r} has no events")
+        vector = self._model.vectors(state, np.array([time], np.int64))[0].numpy()
+        return nearest_users(self.bundle, vector, user_id, k)
 
     # --- inspecting --------------------------------------------------------------------------------------------------
 
