@@ -147,7 +147,10 @@ def evaluate(
                 raise OutputError(f"--output {file} is a directory: name a file")
         loaded = load(run_dir, world, *astuple(run or RunOptions()))
         times = (wanted.request_time,) if wanted.request_time else REQUEST_TIMES
-        found = evaluate(loaded, wanted.split, times, wanted.filter_seen, wanted.users, baselines=wanted.baselines)
+        found = evaluate(
+            *(loaded, wanted.split, times, wanted.filter_seen, wanted.users),
+            *(wanted.baselines, wanted.targets, wanted.candidates),
+        )
         with raise_on_all_ranks("writing the result"):
             if world.rank == 0:
                 write_atomically(file, json.dumps(found, indent=1) + "\n")

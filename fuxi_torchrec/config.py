@@ -17,6 +17,7 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.distributed import DEFAULT_TIMEOUT_SECONDS
 from fuxi_torchrec.encoders.base import EncoderConfig, setting
 from fuxi_torchrec.encoders.registry import DEFAULT_KIND, config_class
+from fuxi_torchrec.events.features import OWNERS, Owner
 from fuxi_torchrec.events.times import parse_time
 from fuxi_torchrec.options import check_bounds
 from fuxi_torchrec.tasks.next_item import LossConfig
@@ -121,6 +122,34 @@ class FeaturesConfig:
     event: dict[str, FeatureConfig] = field(
         default_factory=dict, metadata={"help": "features of events: {action: {pooling: mean}}"}
     )
+    item: dict[str, FeatureConfig] = field(
+        default_factory=dict, metadata={"help": "features of items, part of an item's row wherever it is: {brand: {}}"}
+    )
+    user: dict[str, FeatureConfig] = field(
+        default_factory=dict, metadata={"help": "features of users, added to the query: {age: {}}"}
+    )
+    id_dropout: float = setting(
+        0.1, "share of items that a step sees by their features alone, where there are any: trains for new items"
+    )
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.id_dropout < 1.0:
+            raise ValueError(f"id_dropout must be at least 0 and below 1, not {self.id_dropout}")
+
+    def of(self, owner: Owner) -> dict[str, FeatureConfig]:
+        """Of one owner, by name."""
+        found: dict[str, FeatureConfig] = getattr(self, owner)
+        return found
+
+    def with_sharding(self, sharding: Sharding) -> "FeaturesConfig":
+        """The same, all tables sharded in one way."""
+        return dataclasses.replace(
+            self,
+            **{
+                owner: {name: dataclasses.replace(each, sharding=sharding) for name, each in self.of(owner).items()}
+                for owner in OWNERS
+            },  # type: ignore[arg-type]
+        )
 
 
 @dataclass(frozen=True)
@@ -239,7 +268,9 @@ class Config:
                     "rowwise_adagrad updates the tables in every backward pass: lower batch.events, or take adamw"
                 )
             shardings = {"tables": self.tables.sharding}
-            shardings |= {f"features.event.{name}": each.sharding for name, each in self.features.event.items()}
+            for owner in OWNERS:
+                features = self.features.of(owner).items()
+                shardings |= {f"features.{owner}.{name}": each.sharding for name, each in features}
             for key, sharding in shardings.items():
                 if sharding == "column_wise":
                     raise ValueError(

@@ -1,6 +1,6 @@
-"""What a dataset holds: counts, lengths, gaps, ties, a sample user.
+"""What a dataset holds: counts, lengths, gaps, ties, features, a sample user.
 
-python -m pipelines.inspect DIR [--user ROW]
+python -m pipelines.inspect DIR [--user ROW] [--png FILE]
 """
 
 import argparse
@@ -12,6 +12,7 @@ import numpy as np
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import Feature, Owner
 from fuxi_torchrec.events.times import PER_SECOND, show_time
 
 GAP_BOUNDS = {
@@ -61,11 +62,68 @@ def sample_user(reader: Reader, row: int, events: int = 10) -> str:
     return "\n".join(lines)
 
 
+def described(dataset: Dataset, owner: Owner, most: int = 5) -> list[str]:
+    """Features of items or users: how many have them, what is most frequent, how numbers are spread."""
+    about, table = dataset.owned(owner), dataset.features_of(owner)
+    lines = [
+        f"features of {owner}s: {int(table.filled.sum()):,} of {len(table) - 1:,} have them; {about.others:,} rows of "
+        f"the file are of others, {about.repeated:,} repeated"
+    ]
+    for feature in about.features:
+        if not feature.in_table:
+            numbers = table.numbers[feature.name][1:]
+            there = numbers[~np.isnan(numbers).any(1)]
+            spread = (
+                ", ".join(f"{value:.4g}" for value in np.quantile(there, (0, 0.25, 0.5, 0.75, 1))) if len(there) else ""
+            )
+            shown = f"quartiles {spread}" if feature.kind == "number" else f"{feature.width} elements"
+            filled = len(there)
+        else:
+            column = table.bags(feature.name)
+            counts = np.bincount(column.values, minlength=feature.rows)
+            values = dataset.feature_values(feature.name, owner).to_pylist() if feature.vocabulary else []
+            order = [n for n in np.argsort(-counts, kind="stable").tolist() if n and counts[n]][:most]
+            shown = ", ".join(f"{values[n - 1] if values else n} {counts[n]:,}" for n in order)
+            known = np.concatenate([[0], np.cumsum(column.values > 0)])[column.bounds]
+            filled = int((np.diff(known) > 0).sum())
+        share = 100 * filled / max(1, len(table) - 1)
+        lines.append(f"  {feature.name}: {feature.kind}, {share:.1f} % filled; {shown}")
+    return lines
+
+
+def draw(dataset: Dataset, path: str) -> None:
+    """Histograms of all features of items and users, as a PNG."""
+    from matplotlib.figure import Figure
+
+    wanted: list[tuple[Owner, Feature]] = [
+        (owner, feature) for owner in ("item", "user") for feature in dataset.info.features_of(owner)
+    ]
+    if not wanted:
+        raise DataError(f"{dataset.path}: items and users have no features to draw")
+    columns = min(3, len(wanted))
+    rows = -(-len(wanted) // columns)
+    figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
+    tables = {owner: dataset.features_of(owner) for owner in {owner for owner, _ in wanted}}
+    for place, (owner, feature) in enumerate(wanted, 1):
+        axes, table = figure.add_subplot(rows, columns, place), tables[owner]
+        axes.set_title(f"{owner}: {feature.name} ({feature.kind})")
+        if feature.in_table:
+            counts = np.sort(np.bincount(table.bags(feature.name).values, minlength=feature.rows)[1:])[::-1]
+            axes.plot(np.arange(1, len(counts) + 1), np.maximum(counts, 0.5))
+            axes.set(xscale="log", yscale="log", xlabel="value, by falling count", ylabel=f"{owner}s")
+        else:
+            numbers = table.numbers[feature.name]
+            axes.hist(numbers[~np.isnan(numbers)], bins=50)
+            axes.set(xlabel="value", ylabel=f"{owner}s")
+    figure.savefig(path, dpi=100)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.inspect", description="What a dataset holds.")
     parser.add_argument("dataset", metavar="DIR")
     parser.add_argument("--user", type=int, default=0, metavar="ROW", help="the sample user's row")
+    parser.add_argument("--png", metavar="FILE", help="draw histograms of features of items and users into it")
     args = parser.parse_args(arguments)
     try:
         dataset = Dataset.open(args.dataset)
@@ -85,6 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for feature in info.features:
             shape = "a list of values" if feature.multiple else "one value"
             print(f"feature {feature.name}: {shape} per event, below {feature.rows}")
+        for owner in ("item", "user"):
+            if dataset.owned(owner).there:
+                print("\n".join(described(dataset, owner)))
+        if args.png:
+            draw(dataset, args.png)
         if info.has_target:
             print("events have target weights")
         print(sample_user(reader, args.user))

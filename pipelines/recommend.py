@@ -1,6 +1,7 @@
 """What an export recommends to a user, or after a history.
 
 python -m pipelines.recommend --export DIR --user ID [--time ISO|unix] [-k 10] [--exclude-seen] [--json]
+python -m pipelines.recommend --export DIR --similar-to ITEM [-k 10] [--json]
 python -m pipelines.recommend --export DIR --history ITEM@TIME,ITEM@TIME [--time ISO|unix] [-k 10] [--json]
 """
 
@@ -14,7 +15,7 @@ from fuxi_torchrec.events.times import parse_time, show_time
 from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.options import add_encoder_option
 from fuxi_torchrec.serving.recommender import Recommender
-from fuxi_torchrec.serving.requests import Answer, Request
+from fuxi_torchrec.serving.requests import Answer, Request, Similar
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -23,6 +24,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--export", required=True, type=Path, metavar="DIR")
     who = parser.add_mutually_exclusive_group(required=True)
     who.add_argument("--user", metavar="ID", help="a user's raw id")
+    who.add_argument("--similar-to", metavar="ITEM", help="items similar to this one, by its raw id")
     who.add_argument("--history", metavar="ITEM@TIME,...", help="an anonymous history: raw item ids and their times")
     parser.add_argument("--time", metavar="ISO|unix", help="of the request; the export's as_of by default")
     parser.add_argument("-k", type=int, default=Request.k, help="how many items; %(default)s by default")
@@ -60,6 +62,16 @@ def ask(args: argparse.Namespace, recommender: Recommender) -> Answer:
     return recommender.recommend_history(items, times, time, args.k, args.exclude_seen)
 
 
+def show_items(answer: Answer | Similar) -> None:
+    """Items, scores and what is shown of them, as a table."""
+    width = max((len(str(item)) for item in answer.items), default=4)
+    print(f"{'':>4}  {'item':<{width}}  {'score':>9}")
+    for place, (item, score) in enumerate(zip(answer.items, answer.scores, strict=True)):
+        shown = answer.display[place].values() if answer.display else ()
+        more = "  ".join(text for text in shown if text)
+        print(f"{place + 1:>4}  {item!s:<{width}}  {score:>9.4f}{'  ' * bool(more)}{more}")
+
+
 def show(answer: Answer, unit: str) -> None:
     """A table for people."""
     who = "this history" if answer.user_id is None else f"user {answer.user_id}"
@@ -70,10 +82,7 @@ def show(answer: Answer, unit: str) -> None:
         print("the time lies before the last event: no time has passed since, for the model")
     if answer.unknown_items:
         print(f"{answer.unknown_items} items of the history are unknown to the model")
-    width = max((len(str(item)) for item in answer.items), default=4)
-    print(f"{'':>4}  {'item':<{width}}  {'score':>9}")
-    for place, (item, score) in enumerate(zip(answer.items, answer.scores, strict=True), 1):
-        print(f"{place:>4}  {item!s:<{width}}  {score:>9.4f}")
+    show_items(answer)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,14 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup_logging("warning")
     try:
         recommender = Recommender.load(args.export, log_dir=args.log_dir, read_only=True, warm_up=False)
-        answer = ask(args, recommender)
+        similar = None
+        if args.similar_to is not None:
+            item = raw_id(args.similar_to, recommender.manifest.item_id_type, "--similar-to")
+            similar = recommender.similar_items(item, args.k)
+        answer = similar or ask(args, recommender)
     except (ValueError, OSError) as error:
         print(f"recommend: {error}", file=sys.stderr)
         return 1
     if args.json:
         print(json.dumps(answer.to_dict()))
-    else:
+    elif isinstance(answer, Answer):
         show(answer, recommender.manifest.time_unit)
+    else:
+        show_items(answer)
     return 0
 
 

@@ -3,6 +3,8 @@
     python -m pipelines.refresh --export DIR --events NEW --output DIR2
         [--as-of T] [--requery-all] [--forget FILE] [--user-column C --item-column C --time-column C]
 
+    python -m pipelines.refresh --export DIR --items NEW --output DIR2
+
 NEW is a CSV or Parquet file, a directory, a glob, or the directory of a Recommender's store. It is read as the log was
 that the export's dataset was made from: the manifest says how.
 """
@@ -22,6 +24,7 @@ from fuxi_torchrec.export.bundle import Bundle
 from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.options import add_encoder_option
 from fuxi_torchrec.serving.refresh.new_events import LogColumns
+from fuxi_torchrec.serving.refresh.new_items import add_items
 from fuxi_torchrec.serving.refresh.refresh import refresh
 from fuxi_torchrec.serving.refresh.summary import Summary
 
@@ -30,7 +33,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m pipelines.refresh", description=__doc__.splitlines()[0])
     parser.add_argument("--export", required=True, type=Path, metavar="DIR", help="the export to begin with")
-    parser.add_argument("--events", required=True, metavar="NEW", help="file, directory, glob, or a service's store")
+    parser.add_argument("--events", metavar="NEW", help="file, directory, glob, or a service's store")
+    parser.add_argument(
+        "--items", metavar="NEW", help="Parquet or CSV of new items with their features, without events"
+    )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR2", help="the new export")
     parser.add_argument("--as-of", metavar="T", help="when users are queried: ISO or a number; the latest event's time")
     parser.add_argument("--requery-all", action="store_true", help="query all users, not only those with new events")
@@ -89,6 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     setup_logging()
     try:
+        if (args.events is None) == (args.items is None):
+            raise ValueError("give --events, or --items: first the items, then the events of the export that has them")
+        if args.items is not None:
+            done = add_items(args.export, args.items, args.output)
+            print(f"{args.output}: {done.added:,} new items; {done.known:,} that the export has stay as they are")
+            print(f"{done.unknown_values:,} values of features that the model has no row for")
+            return 0
         summary = run(args)
     except (DataError, ValueError, OSError) as error:
         print(f"refresh: {error}", file=sys.stderr)

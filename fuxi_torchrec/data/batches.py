@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -58,19 +59,26 @@ class Items:
         known: (items + 1,) whether the run's training split has the item; entry 0 is False.
         oov_rate: share of input items replaced by 0 in training, so that its row is trained.
         seed: decides which.
+        featured: (items + 1,) items with features, which are inputs and held-out targets whether they are known or not.
     """
 
     known: NDArray[np.bool_]
     oov_rate: float = 0.0
     seed: int = 0
+    featured: NDArray[np.bool_] | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.oov_rate < 1.0:
             raise ValueError(f"oov_rate must be at least 0 and below 1, not {self.oov_rate}")
 
-    def find(self, items: Ints) -> Ints:
-        """Indices as the model sees them."""
-        return np.where(self.known[items], items, 0)
+    @cached_property
+    def seen(self) -> NDArray[np.bool_]:
+        """Items that have a row: one of their own, or that of their features."""
+        return self.known if self.featured is None else self.known | self.featured
+
+    def find(self, items: Ints, trained: bool = False) -> Ints:
+        """Indices as the model sees them; with ``trained`` of known items alone."""
+        return np.where((self.known if trained else self.seen)[items], items, 0)
 
     def dropped(self, epoch: int, user: Ints, position: Ints) -> NDArray[np.bool_]:
         """Which events of an epoch have their item replaced, by the row of the user and the place in its history."""
@@ -79,10 +87,14 @@ class Items:
 
 
 class BatchMaker:
-    """Sequences of a dataset to batches: of its split, with the items that a run knows."""
+    """Sequences of a dataset to batches: of its split, with the items that a run knows.
 
-    def __init__(self, reader: Reader, split: Split, items: Items) -> None:
-        self.reader, self.split, self.items = reader, split, items
+    Args:
+        only: (items + 1,) which items can be targets that are held out; all by default.
+    """
+
+    def __init__(self, reader: Reader, split: Split, items: Items, only: NDArray[np.bool_] | None = None) -> None:
+        self.reader, self.split, self.items, self.only = reader, split, items, only
 
     def training(self, schedule: Schedule, chosen: Ints, epoch: int, end: Position | None = None) -> EventBatch:
         """A batch of training sequences: next item at every position."""
@@ -137,9 +149,13 @@ class BatchMaker:
 
     def bounds(self, block: RowGroup) -> Bounds:
         """The split of a block's users, kept with the block."""
-        if self.split not in block.kept:
-            block.kept[self.split] = self.split.bounds(block.offsets, block.times, block.weights)
-        found: Bounds = block.kept[self.split]
+        key = self.split, None if self.only is None else id(self.only)
+        if key not in block.kept:
+            weights = block.weights
+            if self.only is not None:
+                weights = self.only[block.items].astype(np.float32) * (1 if weights is None else weights)
+            block.kept[key] = self.split.bounds(block.offsets, block.times, weights)
+        found: Bounds = block.kept[key]
         return found
 
     def training_pairs(self) -> Iterator[tuple[Ints, Ints]]:
@@ -168,7 +184,9 @@ class BatchMaker:
                 dropped = self.items.dropped(epoch, np.repeat(user, length), index - np.repeat(first, length))
                 item = np.where(dropped, 0, item)
             items.append(item)
-            goal = self.items.find(block.items[index + 1]) if targets else np.zeros_like(index)
+            goal = np.zeros_like(index)
+            if targets:
+                goal = self.items.find(block.items[index + 1], trained=epoch is not None)
             weight = np.ones(1, np.float32) if block.weights is None or not targets else block.weights[index + 1]
             goals.append(goal)
             weights.append(np.where(goal > 0, weight, 0))

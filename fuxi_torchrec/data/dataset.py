@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ import pyarrow as pa
 from fuxi_torchrec.artifacts import inside
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.features import Feature
+from fuxi_torchrec.events.feature_files import FeatureFile
+from fuxi_torchrec.events.feature_table import FILLED, FeatureTable
+from fuxi_torchrec.events.features import Feature, Owner
 from fuxi_torchrec.events.filesystem import is_local, read_bytes
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.events.log import LogSpec
@@ -46,6 +48,31 @@ class FileInfo(Record):
 
 
 @dataclass(frozen=True)
+class OwnedFeatures(Record):
+    """Features of a dataset's items, or of its users.
+
+    Attributes:
+        features: what was learned of them.
+        file: how their file was read, and later ones are.
+        without: items or users of the dataset that the file does not have.
+        others: rows of the file for items or users that the dataset does not have; they are left out.
+        repeated: rows of the file that said the same again.
+        unknown: of each feature, values that no training data has: index 0.
+    """
+
+    features: tuple[Feature, ...] = ()
+    file: FeatureFile = field(default_factory=FeatureFile)
+    without: int = 0
+    others: int = 0
+    repeated: int = 0
+    unknown: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def there(self) -> bool:
+        return bool(self.file.columns)
+
+
+@dataclass(frozen=True)
 class DatasetInfo(Record):
     """What ``dataset.json`` says.
 
@@ -54,6 +81,7 @@ class DatasetInfo(Record):
         skipped_rows: of the log, by reason.
         source: how it was made.
         fingerprint: of the contents.
+        item_features, user_features: of the files of features, if there are any.
     """
 
     version: int
@@ -71,6 +99,8 @@ class DatasetInfo(Record):
     skipped_rows: dict[str, int]
     source: dict[str, Any]
     fingerprint: str
+    item_features: OwnedFeatures = field(default_factory=OwnedFeatures)
+    user_features: OwnedFeatures = field(default_factory=OwnedFeatures)
 
     def __post_init__(self) -> None:
         counts = {"users": self.users, "events": self.events, **self.skipped_rows, **self.length_histogram}
@@ -92,6 +122,11 @@ class DatasetInfo(Record):
         for name in names:
             if "/" in name or names.count(name) > 1:
                 raise ValueError(f"{name!r} is not the name of one file or feature")
+
+    def features_of(self, owner: Owner) -> tuple[Feature, ...]:
+        """Of events, items or users."""
+        owned = {"event": self.features, "item": self.item_features.features, "user": self.user_features.features}
+        return owned[owner]
 
     @property
     def time_unit(self) -> TimeUnit:
@@ -144,10 +179,28 @@ class Dataset:
             raise DataError(f"{self.file(ITEMS)}: {len(vocabulary)} items, {INFO} says {self.info.items}: {_ADVICE}")
         return vocabulary
 
-    def feature_values(self, name: str) -> pa.Array:
+    def feature_values(self, name: str, owner: Owner = "event") -> pa.Array:
         """Raw values of a feature of text, in the order of their indices, from 1."""
-        table = self.table(f"feature-{name}.parquet", ["value", "index"])
+        prefix = "" if owner == "event" else f"{owner}-"
+        table = self.table(f"{prefix}feature-{name}.parquet", ["value", "index"])
         return table.sort_by("index")["value"].combine_chunks()
+
+    def owned(self, owner: Owner) -> OwnedFeatures:
+        """What is said of the features of items, or of users."""
+        return self.info.item_features if owner == "item" else self.info.user_features
+
+    def features_of(self, owner: Owner) -> FeatureTable:
+        """Features of items by index, or of users by row + 1; row 0 is of nobody."""
+        features, name = self.owned(owner).features, f"{owner}-features.parquet"
+        count = self.info.items if owner == "item" else self.info.users
+        table = self.table(name, [FILLED, *(feature.name for feature in features)])
+        if len(table) != count:
+            raise DataError(f"{self.file(name)}: {len(table)} rows, {INFO} says {count} {owner}s: {_ADVICE}")
+        return FeatureTable.from_arrow(table, features, self.file(name))
+
+    def display(self) -> pa.Table:
+        """Columns of items that are shown, a row per index from 1."""
+        return self.table("item-display.parquet", self.info.item_features.file.display)
 
 
 def histogram(lengths: Ints) -> dict[str, int]:

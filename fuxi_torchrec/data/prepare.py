@@ -12,15 +12,17 @@ import pyarrow.compute as pc
 
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
+from fuxi_torchrec.data.owned_features import write_features
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import Owner
 from fuxi_torchrec.events.histories import bounds_of
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
-from fuxi_torchrec.events.log import LogSpec, OnBadRows, quote
-from fuxi_torchrec.events.sources import Source
-from fuxi_torchrec.events.times import DAY, PER_SECOND, now, show_time
+from fuxi_torchrec.events.log import LogSpec, OnBadRows, columns_of, quote
+from fuxi_torchrec.events.sources import FeatureSource, Source
+from fuxi_torchrec.events.times import DAY, PER_SECOND, now, parse_time, show_time
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.options import option
 
@@ -40,6 +42,33 @@ class PrepareOptions:
     on_bad_rows: OnBadRows = option("error", "name the first bad rows, or count and leave them out")
     accept_times: bool = option(False, "take times as they are, also if they look like those of another unit")
     extend: str | None = option(None, "an earlier dataset whose item indices are kept", metavar="PREV")
+    item_features: str | None = option(None, "Parquet or CSV with a row of features per item", metavar="FILE")
+    item_columns: str | None = option(
+        None,
+        "of that file, separated by spaces: NAME, NAME:KIND (id, bucket, number, vector, display), NAME:id:| for texts "
+        "such as a|b, NAME:bucket:32; by default all, by their types",
+        metavar="COLUMNS",
+    )
+    item_id_column: str | None = option(None, "of that file; as in the log by default", metavar="C")
+    user_features: str | None = option(None, "the same of users", metavar="FILE")
+    user_columns: str | None = option(None, "of that file, likewise", metavar="COLUMNS")
+    user_id_column: str | None = option(None, "of that file; as in the log by default", metavar="C")
+    train_until: str | None = option(
+        None,
+        "vocabularies and statistics of features are those of items and users with an event before this time, in the "
+        "time unit or ISO: the start of what is held out; of all by default",
+        metavar="T",
+    )
+
+    def features_of(self, owner: Owner, log: LogSpec) -> FeatureSource | None:
+        """The file of features that the options name; None without one."""
+        path, columns, column = (getattr(self, f"{owner}_{what}") for what in ("features", "columns", "id_column"))
+        if path is None:
+            if columns or column:
+                raise DataError(f"--{owner}-columns and --{owner}-id-column belong to --{owner}-features")
+            return None
+        names = columns_of(getattr(log, owner))
+        return FeatureSource(path, column or (names[0] if names else ""), tuple((columns or "").split()))
 
 
 def prepare(
@@ -47,7 +76,12 @@ def prepare(
 ) -> DatasetInfo:
     """Read a source, write a dataset."""
     options = options or PrepareOptions()
-    source = dataclasses.replace(source, log=dataclasses.replace(source.log, on_bad_rows=options.on_bad_rows))
+    source = dataclasses.replace(
+        source,
+        log=dataclasses.replace(source.log, on_bad_rows=options.on_bad_rows),
+        item_features=options.features_of("item", source.log) or source.item_features,
+        user_features=options.features_of("user", source.log) or source.user_features,
+    )
     description = {"files": [os.path.basename(name) for name in source.files]}
     with (
         DatasetWriter(output, source.log, description) as writer,
@@ -84,6 +118,7 @@ class _Preparation:
         items = self._vocabulary(ITEMS, "items", "item_id", often)
         vocabularies = self._feature_vocabularies()
         buckets = self._fill_buckets(vocabularies, total)
+        self._owned_features()
         ids, done = self.database.table("SELECT user_id FROM users ORDER BY number")["user_id"], 0
         for users in buckets.sorted():
             self.writer.write_users(ids.slice(users.first, len(users.lengths)), users.lengths, users.events)
@@ -185,6 +220,25 @@ class _Preparation:
             self.writer.reserve(name, size + 1)
             coded.append(name)
         return coded
+
+    def _owned_features(self) -> None:
+        """Features of items and of users, learned from those with an event in the training data."""
+        until = self.options.train_until
+        before = "" if until is None else f" WHERE timestamp < {parse_time(until, self.log.time_unit)}"
+        sources: dict[Owner, FeatureSource | None]
+        sources = {"item": self.source.item_features, "user": self.source.user_features}
+        for owner, source in sources.items():
+            if source is None:
+                if self.extended is not None and self.extended.owned(owner).there:
+                    raise DataError(f"{self.extended.path} has features of {owner}s: give --{owner}-features too")
+                continue
+            table, column, order = ("items", "item_id", "index") if owner == "item" else ("users", "id", "number")
+            found = self.database.table(
+                f"SELECT {column} AS id, {column} IN (SELECT {owner}_id FROM events{before}) AS training "
+                f"FROM {table} ORDER BY {order}"
+            )
+            ids, training = found["id"].combine_chunks(), found["training"].to_numpy().astype(bool)
+            write_features(self.database, self.writer, source, owner, ids, training, self.extended)
 
     def _check_dense(self, name: str, value: str, rows: int) -> None:
         """Integers are rows of a table: ids spread over a wide range would make it enormous.

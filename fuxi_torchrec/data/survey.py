@@ -39,7 +39,8 @@ def survey(maker: BatchMaker, part: Part = "valid", items: bool = False) -> Surv
     """
     reader, none = maker.reader, np.zeros(0, np.int64)
     counts = np.zeros((2, reader.dataset.info.items + 1 if items else 0), np.int64)
-    if not items and isinstance(maker.split, LeaveOneOut) and not reader.dataset.info.has_target:
+    by_lengths = isinstance(maker.split, LeaveOneOut) and not reader.dataset.info.has_target and maker.only is None
+    if not items and by_lengths:
         own = reader.lengths()
         bounds = maker.split.bounds(bounds_of(own), none, None)
         return Survey(own, bounds.train_end, np.flatnonzero(bounds.target(part) >= 0), *counts)

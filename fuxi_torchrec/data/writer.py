@@ -15,10 +15,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fuxi_torchrec.artifacts import NewDirectory
-from fuxi_torchrec.data.dataset import INFO, ITEM, TARGET, TIME, USER, VERSION, DatasetInfo, FileInfo, histogram
+from fuxi_torchrec.data.dataset import (
+    INFO,
+    ITEM,
+    TARGET,
+    TIME,
+    USER,
+    VERSION,
+    DatasetInfo,
+    FileInfo,
+    OwnedFeatures,
+    histogram,
+)
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.features import Feature
+from fuxi_torchrec.events.features import Feature, Owner
 from fuxi_torchrec.events.filesystem import exists, is_local, resolve
 from fuxi_torchrec.events.histories import bounds_of
 from fuxi_torchrec.events.log import LogSpec
@@ -78,6 +89,7 @@ class DatasetWriter:
         self._digest = hashlib.sha256()
         self._cardinality: dict[str, int] = {}
         self._schema: pa.Schema | None = None
+        self._owned: dict[str, OwnedFeatures] = {}
         # each keeps the order in which it is given work
         self._writing, self._noting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._working: deque[Future[None]] = deque()
@@ -154,6 +166,11 @@ class DatasetWriter:
             writer.write(table)
         self._tables[name] = writer.crc32
 
+    def describe_features(self, owner: Owner, about: OwnedFeatures) -> None:
+        """What ``dataset.json`` says of the features of items or users, whose tables are written, and no users yet."""
+        self._owned[f"{owner}_features"] = about
+        self._digest.update(f"{owner} {self._tables[f'{owner}-features.parquet']} {about.features}".encode())
+
     def finish(self, items: int, skipped_rows: dict[str, int], vocabularies: frozenset[str]) -> DatasetInfo:
         """Write ``dataset.json`` and put the dataset in its place."""
         for work in self._working:
@@ -183,6 +200,7 @@ class DatasetWriter:
             skipped_rows=skipped_rows,
             source=self.source,
             fingerprint=self._digest.hexdigest()[:32],
+            **self._owned,
         )
         filesystem, inside = resolve(f"{self.place}/{INFO}")
         with filesystem.open_output_stream(inside) as file:

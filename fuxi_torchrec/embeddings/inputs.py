@@ -13,11 +13,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from fuxi_torchrec.data.batches import EventBatch
+from fuxi_torchrec.embeddings.bags import bags, padded
+from fuxi_torchrec.embeddings.owned import FeatureLookup
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, Tables
-from fuxi_torchrec.events.histories import Column, Ragged
 from fuxi_torchrec.tasks.base import Targets
 
 Ints = NDArray[np.int64]
+SIZES = 4  # of a micro-batch, which the ranks exchange
 
 # more ids than this share of the table are deduplicated by marking rows instead of sorting ids
 _MARK_SHARE = 1 / 16
@@ -37,6 +39,11 @@ class ModelInput(Pipelineable):
     timestamps: Tensor  # (T,)
     request_timestamps: Tensor  # (B,)
     offsets: Tensor  # (B + 1,) stays on the host
+    # features of the U items, a bag each, and inputs of their projection; of the B users likewise
+    item_features: KeyedJaggedTensor | None = None
+    item_numbers: Tensor | None = None
+    user_features: KeyedJaggedTensor | None = None
+    user_numbers: Tensor | None = None
     # multiplies the summed loss, so that gradients averaged over ranks are those of the global mean
     loss_scale: float = 1.0
 
@@ -61,21 +68,53 @@ class ModelInput(Pipelineable):
 _MOVED = (Tensor, KeyedJaggedTensor, Targets)
 
 
-def make_input(batch: EventBatch, targets: Targets, tables: Tables) -> ModelInput:
-    """A batch as one rank sees it, before the ranks have exchanged their sizes; the targets have items by their ids."""
+@dataclass(frozen=True, eq=False)
+class Lookups:
+    """Features of the run's items and users; None where the model reads none."""
+
+    items: FeatureLookup | None = None
+    users: FeatureLookup | None = None
+
+
+NO_LOOKUPS = Lookups()
+
+
+def make_input(
+    batch: EventBatch,
+    targets: Targets,
+    tables: Tables,
+    lookups: Lookups = NO_LOOKUPS,
+    step: tuple[int, int] | None = None,
+) -> ModelInput:
+    """A batch as one rank sees it, before the ranks have exchanged their sizes; the targets have items by their ids.
+
+    Args:
+        step: epoch and step in training, which decide what is left out at random.
+    """
     parts = [batch.items, *targets.items.values()]
     unique, rows = deduplicate(np.concatenate([part.numpy().reshape(-1) for part in parts]), tables.items.rows)
     found = torch.from_numpy(rows).split([part.numel() for part in parts])
     names = tables.feature_names
     looked_up = {name: r.view(ids.shape) for (name, ids), r in zip(targets.items.items(), found[1:], strict=True)}
+    items, item_numbers, users, user_numbers = None, None, None, None
+    own = unique
+    if lookups.items is not None:
+        own = lookups.items.rows_of(unique, step)
+        items, item_numbers = lookups.items.inputs(unique)
+    if lookups.users is not None:
+        users, user_numbers = lookups.users.inputs(batch.users.numpy() + 1)
     return ModelInput(
-        items=bags([ITEM_FEATURE], [unique]),
+        items=bags([ITEM_FEATURE], [own]),
         features=bags(names, [batch.features[name] for name in names]) if names else None,
         input_rows=found[0],
         targets=replace(targets, items=looked_up),
         timestamps=batch.timestamps,
         request_timestamps=batch.request_timestamps,
         offsets=batch.offsets,
+        item_features=items,
+        item_numbers=item_numbers,
+        user_features=users,
+        user_numbers=user_numbers,
     )
 
 
@@ -95,29 +134,36 @@ def deduplicate(ids: Ints, table_rows: int) -> tuple[Ints, Ints]:
 
 
 def sizes_of(inputs: Sequence[ModelInput]) -> Tensor:
-    """(micro-batches, 3) float64: items looked up, events, and the weight of the targets."""
-    sizes = [[len(x.items.lengths()), len(x.input_rows), float(x.targets.weights.double().sum())] for x in inputs]
-    return torch.tensor(sizes, dtype=torch.float64).view(-1, 3)
+    """(micro-batches, 4) float64: items looked up, events, the weight of the targets, and users."""
+    sizes = [
+        [len(x.items.lengths()), len(x.input_rows), float(x.targets.weights.double().sum()), len(x.offsets) - 1]
+        for x in inputs
+    ]
+    return torch.tensor(sizes, dtype=torch.float64).view(-1, SIZES)
 
 
 def fitted(inputs: Sequence[ModelInput], everyone: Tensor, pad: bool) -> list[ModelInput]:
     """The micro-batches of a step, with equal bag counts on all ranks and the global loss scale.
 
     Args:
-        everyone: (ranks, micro-batches, 3) the sizes of all.
+        everyone: (ranks, micro-batches, 4) the sizes of all.
         pad: fill up with empty bags to the largest count of any rank.
     """
     weight = float(sum(part[:, 2].sum() for part in everyone))
     scale = len(everyone) / weight if weight else 0.0
-    largest = everyone.amax(0)[:, :2].long().tolist()
+    largest = everyone.amax(0)[:, [0, 1, 3]].long().tolist()
+    ready = [replace(each, loss_scale=scale) for each in inputs]
+    if not pad:
+        return ready
     return [
         replace(
             each,
-            items=padded(each.items, items) if pad else each.items,
-            features=padded(each.features, events) if pad and each.features is not None else each.features,
-            loss_scale=scale,
+            items=padded(each.items, items),
+            features=None if each.features is None else padded(each.features, events),
+            item_features=None if each.item_features is None else padded(each.item_features, items),
+            user_features=None if each.user_features is None else padded(each.user_features, users),
         )
-        for each, (items, events) in zip(inputs, largest, strict=True)
+        for each, (items, events, users) in zip(ready, largest, strict=True)
     ]
 
 
@@ -131,23 +177,3 @@ def gathered(mine: Tensor) -> Tensor:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return torch.stack(everyone)
-
-
-def bags(keys: list[str], columns: Sequence[Column]) -> KeyedJaggedTensor:
-    """One bag per event and key."""
-    values = [column.values if isinstance(column, Ragged) else column for column in columns]
-    lengths = [np.diff(c.bounds) if isinstance(c, Ragged) else np.ones(len(c), np.int64) for c in columns]
-    return KeyedJaggedTensor(
-        keys, torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(np.concatenate(lengths))
-    )
-
-
-def padded(given: KeyedJaggedTensor, count: int) -> KeyedJaggedTensor:
-    """With empty bags at the end of every key, ``count`` in all."""
-    keys = given.keys()
-    lengths = given.lengths().view(len(keys), -1)
-    if lengths.shape[1] == count:
-        return given
-    filled = lengths.new_zeros(len(keys), count)
-    filled[:, : lengths.shape[1]] = lengths
-    return KeyedJaggedTensor(keys, given.values(), lengths=filled.view(-1))

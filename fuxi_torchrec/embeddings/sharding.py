@@ -32,7 +32,7 @@ from torchrec.distributed.types import ShardingPlan, ShardingType
 
 from fuxi_torchrec.config import OptimizerConfig, Sharding
 from fuxi_torchrec.distributed import World, check_same, raise_on_all_ranks
-from fuxi_torchrec.embeddings.tables import Table, Tables, table_of
+from fuxi_torchrec.embeddings.tables import Table, Tables, owner_of, table_of
 from fuxi_torchrec.errors import FuxiError
 
 _ALIGNMENT = 4  # FBGEMM: columns of a shard are a multiple of this
@@ -69,8 +69,8 @@ def check_shardable(tables: Tables, optimizer: OptimizerConfig, world_size: int)
 
 def _key(table: Table) -> str:
     """The config key that decides a table's sharding."""
-    feature = table.name.removeprefix("feature_")
-    return "tables.sharding" if feature == table.name else f"features.event.{feature}.sharding"
+    owner = owner_of(table.name)
+    return "tables.sharding" if owner is None else f"features.{owner}.{table.feature}.sharding"
 
 
 def make_plan(
@@ -138,7 +138,7 @@ def planned(plan: ShardingPlan, tables: Tables) -> Tables:
     def resolved(table: Table) -> Table:
         return dataclasses.replace(table, sharding=cast(Sharding, chosen[table.name]))
 
-    return Tables(resolved(tables.items), tuple(map(resolved, tables.features)))
+    return tables.resolved(resolved)
 
 
 def _leaves_ranks_empty(rows: int, world_size: int) -> bool:

@@ -1,7 +1,8 @@
-"""The two collections of tables: items, and features of events."""
+"""The collections of tables: items, and features of events, items and users."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -11,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from fuxi_torchrec.config import Config, Sharding
 from fuxi_torchrec.data.dataset import DatasetInfo
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import OWNERS, Feature, Owner
 
 # A collection cannot hold a table called "items": its ModuleDict has a method of that name.
 ITEM_FEATURE, ITEM_TABLE = "item", "item_table"
@@ -30,6 +32,17 @@ def table_of(name: str) -> str | None:
     return found[1] if found else None
 
 
+def owner_of(table: str) -> Owner | None:
+    """Whose feature a table is of; None for the item table.
+
+    Example:
+        >>> owner_of("item_feature_brand"), owner_of("feature_action"), owner_of("item_table")
+        ('item', 'event', None)
+    """
+    prefixes: dict[Owner, str] = {"event": "feature_", "item": "item_feature_", "user": "user_feature_"}
+    return next((owner for owner, prefix in prefixes.items() if table.startswith(prefix)), None)
+
+
 @dataclass(frozen=True)
 class Table:
     """One table: what it is called and how it is sharded."""
@@ -47,11 +60,28 @@ class Tables:
     """All tables of a run."""
 
     items: Table
-    features: tuple[Table, ...]
+    features: tuple[Table, ...]  # of events
+    of_items: tuple[Table, ...] = ()  # of features of items
+    of_users: tuple[Table, ...] = ()  # of features of users
+    item_inputs: int = 0  # of the projection of items' numbers and vectors
+    user_inputs: int = 0  # of that of users
 
     @property
     def all(self) -> tuple[Table, ...]:
-        return (self.items, *self.features)
+        return (self.items, *self.features, *self.of_items, *self.of_users)
+
+    @property
+    def has_item_features(self) -> bool:
+        return bool(self.of_items) or self.item_inputs > 0
+
+    @property
+    def has_user_features(self) -> bool:
+        return bool(self.of_users) or self.user_inputs > 0
+
+    def resolved(self, change: Callable[[Table], Table]) -> "Tables":
+        """With every table changed."""
+        changed = {name: tuple(map(change, getattr(self, name))) for name in ("features", "of_items", "of_users")}
+        return replace(self, items=change(self.items), **changed)  # type: ignore[arg-type]
 
     @property
     def feature_names(self) -> list[str]:
@@ -66,20 +96,36 @@ class Tables:
 
 def tables_for(config: Config, info: DatasetInfo) -> Tables:
     """The tables that a dataset needs."""
-    rows = {feature.name: feature.rows for feature in info.features}
-    wanted = config.features.event
-    missing = [name for name in wanted if name not in rows]
+    chosen = {owner: chosen_features(config, info, owner) for owner in OWNERS}
+    tables = make_tables(config, info.items, {feature.name: feature.rows for feature in chosen["event"]})
+    dim, more = config.model.dim, dict[str, tuple[Table, ...]]()
+    for owner in ("item", "user"):
+        wanted = config.features.of(owner)
+        more[f"of_{owner}s"] = tuple(
+            Table(f"{owner}_feature_{f.name}", f.name, f.rows, dim, wanted[f.name].sharding, f.pooling)
+            for f in chosen[owner]
+            if f.in_table
+        )
+    inputs = {owner: sum(feature.inputs for feature in chosen[owner]) for owner in OWNERS}
+    return replace(tables, item_inputs=inputs["item"], user_inputs=inputs["user"], **more)  # type: ignore[arg-type]
+
+
+def chosen_features(config: Config, info: DatasetInfo, owner: Owner) -> tuple[Feature, ...]:
+    """Features of the configuration as the dataset has them, in the configuration's order."""
+    about = {feature.name: feature for feature in info.features_of(owner)}
+    wanted = config.features.of(owner)
+    missing = [name for name in wanted if name not in about]
     if missing:
-        there = ", ".join(sorted(rows)) or "none"
-        raise DataError(f"features.event: the dataset has no feature {', '.join(missing)}; there are {there}")
+        there = ", ".join(sorted(about)) or "none"
+        raise DataError(f"features.{owner}: the dataset has no feature {', '.join(missing)}; there are {there}")
     dotted = [name for name in wanted if "." in name]
     if dotted:
-        raise DataError(f"features.event: {', '.join(dotted)}: a name with a dot in it cannot be that of a table")
-    return make_tables(config, info.items, rows)
+        raise DataError(f"features.{owner}: {', '.join(dotted)}: a name with a dot in it cannot be that of a table")
+    return tuple(replace(about[name], pooling=each.pooling) for name, each in wanted.items())
 
 
 def make_tables(config: Config, items: int, feature_rows: dict[str, int]) -> Tables:
-    """Tables of so many items, and of each feature of the configuration."""
+    """Tables of so many items, and of each feature of events of the configuration."""
     dim = config.model.dim
     features = tuple(
         Table(f"feature_{name}", name, max(1, feature_rows[name]), dim, feature.sharding, feature.pooling)

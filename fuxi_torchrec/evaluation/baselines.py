@@ -5,6 +5,7 @@ items of equal popularity by index; a user's equally frequent items by how latel
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,6 +27,17 @@ def _merged(parts: Sequence[_Pairs]) -> _Pairs:
     return codes, np.bincount(where, weights=times, minlength=len(codes)).astype(np.int64)
 
 
+class Rules(Protocol):
+    """Ranks of targets without a model."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the rules."""
+
+    def ranks(self, histories: EventBatch, targets: Sequence[int], filter_seen: bool) -> dict[str, torch.Tensor]:
+        """By each rule."""
+
+
 class Baselines:
     """Ranks of targets by rules that need no model.
 
@@ -34,6 +46,8 @@ class Baselines:
         known: (items + 1,) which items are candidates.
         counts: (items + 1,) training events of each.
     """
+
+    names = NAMES
 
     def __init__(self, maker: BatchMaker, known: NDArray[np.bool_], counts: Ints) -> None:
         self.known = known

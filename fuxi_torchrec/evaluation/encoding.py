@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.distributed import World
-from fuxi_torchrec.embeddings.inputs import agree, make_input
+from fuxi_torchrec.embeddings.inputs import NO_LOOKUPS, Lookups, agree, make_input
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.tables import Tables
 from fuxi_torchrec.encoders.state import States
@@ -28,6 +28,7 @@ class UserEncoder:
     model: ShardedModel  # as it is trained, or as it was loaded
     tables: Tables  # as they are sharded
     world: World
+    lookups: Lookups = NO_LOOKUPS  # features of items and users
 
     @property
     def module(self) -> SequenceModel:
@@ -41,15 +42,22 @@ class UserEncoder:
         return UserPartition.of(users, events, self.world.size, _EVENTS, most)
 
     @torch.no_grad()
-    def states(self, batch: EventBatch) -> States:
-        """The users of a batch after their events: a collective."""
-        (ready,) = agree([make_input(batch, Targets.none(), self.tables)], self.tables.needs_equal_bags)
+    def states(self, batch: EventBatch) -> tuple[States, Tensor | None]:
+        """The users of a batch after their events, and what their features add to their queries: a collective."""
+        given = make_input(batch, Targets.none(), self.tables, self.lookups)
+        (ready,) = agree([given], self.tables.needs_equal_bags)
         ready = ready.to(self.model.device)
-        encoder, rows = self.module.encoder, self.module.event_rows(ready)
-        return encoder.append(encoder.init_state(len(batch)), rows, ready.offsets, ready.timestamps, validate=False)
+        encoder, (rows, user_rows) = self.module.encoder, self.module.event_rows(ready)
+        start = encoder.init_state(len(batch))
+        return encoder.append(start, rows, ready.offsets, ready.timestamps, validate=False), user_rows
+
+    def query(self, state: States, user_rows: Tensor | None, times: Tensor) -> Tensor:
+        """(B, D) users at a time: the encoder's output, and what their features add."""
+        found = self.module.encoder.query(state, times.to(self.model.device))
+        return found if user_rows is None else found + user_rows
 
     @torch.no_grad()
     def vectors(self, batch: EventBatch, request_times: Sequence[Tensor]) -> list[Tensor]:
         """(B, D) the users of a batch at each of several request times, their events read once: a collective."""
-        state = self.states(batch)
-        return [self.module.encoder.query(state, times.to(self.model.device)) for times in request_times]
+        state, user_rows = self.states(batch)
+        return [self.query(state, user_rows, times) for times in request_times]

@@ -1,15 +1,18 @@
 """Exact metrics of held-out targets, over all users, on the sharded catalogue."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.data.batches import EventBatch
+from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.distributed import raise_on_all_ranks
-from fuxi_torchrec.evaluation.baselines import NAMES, Baselines
+from fuxi_torchrec.evaluation.baselines import Baselines, Rules
+from fuxi_torchrec.evaluation.cold_rules import ColdRules
 from fuxi_torchrec.evaluation.held_out import REQUEST_TIMES, HeldOut, HeldOutPart, RequestTime
 from fuxi_torchrec.evaluation.loading import Loaded, RetrievalError
 from fuxi_torchrec.tasks.base import Task
@@ -22,24 +25,36 @@ BUCKET_NAMES = [*(f"<={bound}" for bound in BUCKETS), f">{BUCKETS[-1]}"]
 
 
 class Bucketed:
-    """Metrics of everybody and of each bucket of history lengths."""
+    """Metrics of everybody and of each bucket of history lengths, and of warm and cold targets if there are any.
 
-    def __init__(self, task: Task) -> None:
-        self.all = task.metrics()
+    Args:
+        cold: (items + 1,) which items have no event in training; None where such items have no row.
+    """
+
+    def __init__(self, task: Task, cold: Tensor | None = None) -> None:
+        self.all, self.cold = task.metrics(), cold
         self.buckets = [task.metrics() for _ in BUCKET_NAMES]
+        self.targets = {} if cold is None else {name: task.metrics() for name in ("warm", "cold")}
 
-    def add(self, ranks: Tensor, lengths: Tensor) -> None:
+    def add(self, ranks: Tensor, lengths: Tensor, targets: Tensor) -> None:
         self.all.add(ranks)
+        if self.cold is not None:
+            cold = self.cold[targets]
+            self.targets["warm"].add(ranks[~cold])
+            self.targets["cold"].add(ranks[cold])
         bucket = torch.bucketize(lengths, torch.tensor(BUCKETS))
         for number, metrics in enumerate(self.buckets):
             metrics.add(ranks[bucket == number])
 
     def result(self) -> dict[str, Any]:
         """Of all ranks: a collective."""
-        for metrics in (self.all, *self.buckets):
+        for metrics in (self.all, *self.buckets, *self.targets.values()):
             metrics.add_peers()
         found = {name: metrics.result() for name, metrics in zip(BUCKET_NAMES, self.buckets, strict=True)}
-        return {**self.all.result(), "by_history_length": {name: each for name, each in found.items() if each["users"]}}
+        result = {**self.all.result(), "by_history_length": {n: each for n, each in found.items() if each["users"]}}
+        if self.targets:
+            result["by_target"] = {name: metrics.result() for name, metrics in self.targets.items()}
+        return result
 
 
 def evaluate(
@@ -49,6 +64,8 @@ def evaluate(
     filter_seen: bool = False,
     users: int | None = None,
     baselines: bool = True,
+    targets: Literal["all", "cold"] = "all",
+    candidates: Literal["all", "cold"] = "all",
 ) -> dict[str, Any]:
     """Metrics of all users' targets among all known items: a collective, the same result on every rank.
 
@@ -56,8 +73,18 @@ def evaluate(
         request_times: queried at the target's time, at the last event's, or both.
         filter_seen: leave items of the user's whole history out of the candidates; the target stays.
         users: a fixed sample of so many of those that have a target; None takes all.
+        targets: ``cold``: of each user the first item of the period that has no event in training.
+        candidates: ``cold``: such items alone are ranked.
     """
     began = time.monotonic()
+    cold_only = "cold" in (targets, candidates)
+    if cold_only and run.lookups.items is None:
+        raise RetrievalError("cold items need features: the run's features.item is empty")
+    cold = run.maker.items.seen & (run.items.counts == 0)
+    if targets == "cold":
+        reader, split, items = run.maker.reader, run.maker.split, run.maker.items
+        run = dataclasses.replace(run, maker=BatchMaker(reader, split, items, cold))
+    chosen = np.flatnonzero(cold) if candidates == "cold" else run.candidates
     lengths, having = run.users_with(part)
     with raise_on_all_ranks("reading the dataset"):
         if not len(having):
@@ -66,23 +93,29 @@ def evaluate(
                 f"run's split is {run.config.data.split}"
             )
         rows = sample_users(having, users, run.config.seed)
-        rules = Baselines(run.maker, run.items.known, run.items.counts) if baselines else None
-    task = run.module.task
-    model, others = {each: Bucketed(task) for each in request_times}, {name: Bucketed(task) for name in NAMES}
+        rules: list[Rules] = []
+        if baselines and not cold_only:
+            rules.append(Baselines(run.maker, run.items.known, run.items.counts))
+        if baselines and cold_only:
+            assert run.lookups.items is not None
+            rules.append(ColdRules(run.lookups.items.table, cold, run.items.counts))
+    task, marks = run.module.task, torch.from_numpy(cold) if run.lookups.items is not None else None
+    model = {each: Bucketed(task, marks) for each in request_times}
+    others = {name: Bucketed(task, marks) for each in rules for name in each.names}
 
     def look(whole: EventBatch, targets: Tensor) -> None:
-        if rules is not None:
-            for name, ranks in rules.ranks(whole, targets.tolist(), filter_seen).items():
-                others[name].add(ranks, whole.offsets.diff())
+        for each in rules:
+            for name, ranks in each.ranks(whole, targets.tolist(), filter_seen).items():
+                others[name].add(ranks, whole.offsets.diff(), targets)
 
-    held_out = HeldOut(run.users, run.maker, part, run.items.ids, run.config, filter_seen)
+    held_out = HeldOut(run.users, run.maker, part, chosen, run.config, filter_seen)
     progress = ProgressLines("evaluated", len(rows), "users")
     for batch in held_out.ranked(rows, lengths[rows], request_times, look):
         for each in request_times:
-            model[each].add(batch.ranks[each][batch.own], batch.lengths)
+            model[each].add(batch.ranks[each][batch.own], batch.lengths, batch.targets)
         progress.show(batch.users)
     found: dict[str, Any] = {each: metrics.result() for each, metrics in model.items()}
-    if rules is not None:
+    if rules:
         found["baselines"] = {name: metrics.result() for name, metrics in others.items()}
     about = {
         "split": part,
@@ -94,7 +127,8 @@ def evaluate(
         "own_data": run.dataset.info.fingerprint == run.info.identity.dataset,
         "unknown_items": run.unknown_items,
         "max_length": run.config.batch.max_length,
-        "candidates": len(run.items.ids),
+        "candidates": len(chosen),
+        **({"targets": targets, "ranked": candidates} if cold_only else {}),
         "users": found[request_times[0]]["users"],
         "users_without_target": len(lengths) - len(having),
         "unknown_targets": found[request_times[0]]["unknown_targets"],
@@ -127,7 +161,7 @@ def as_text(found: dict[str, Any]) -> str:
         "",
         _line(f"{rows[-1 - len(found.get('baselines', {}))][0]}, by history", (*_SHOWN, "users")),
     ]
-    for name, metrics in model["by_history_length"].items():
+    for name, metrics in (*model["by_history_length"].items(), *model.get("by_target", {}).items()):
         lines.append(_line(name, [*(f"{metrics[m]:.4f}" for m in _SHOWN), f"{metrics['users']:,}"]))
     return "\n".join(lines)
 

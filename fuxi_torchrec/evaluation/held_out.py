@@ -32,6 +32,7 @@ class Ranked:
 
     ranks: dict[RequestTime, Tensor]  # of all ranks' users, by request time
     own: slice  # which of them are this rank's
+    targets: Tensor  # of this rank's users
     lengths: Tensor  # of this rank's users' whole histories; those that are encoded, if no whole histories were read
     users: int  # how many all ranks have ranked so far
 
@@ -69,8 +70,9 @@ class HeldOut:
             moved: is called before every batch.
         """
         world, tables = self.encoder.world, self.encoder.tables
-        items, dim = self.encoder.module.items, tables.items.dim
-        catalogue = ShardedCatalogue(items, torch.from_numpy(self.candidates), dim, self.config.loss.similarity, world)
+        items, dim, about = self.encoder.module.item_lookup(), tables.items.dim, self.encoder.lookups.items
+        candidates, similarity = torch.from_numpy(self.candidates), self.config.loss.similarity
+        catalogue = ShardedCatalogue(items, candidates, dim, similarity, world, about)
         max_length = self.config.batch.max_length
         partition = self.encoder.partition(users, np.minimum(lengths, max_length))
         waiting, done = _Waiting(), 0
@@ -104,7 +106,7 @@ class HeldOut:
             ranks[each], counts = catalogue.ranks(queries)
             first = int(counts[: self.encoder.world.rank].sum())
             own = slice(first, first + len(targets))
-        return Ranked(ranks, own, lengths, users)
+        return Ranked(ranks, own, targets, lengths, users)
 
     def _whole(self, batch: EventBatch) -> EventBatch:
         """The batch's users with everything before their targets."""

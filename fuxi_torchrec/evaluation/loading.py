@@ -11,13 +11,15 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.config import Config, FeaturesConfig, Sharding
+from fuxi_torchrec.config import Config, Sharding
 from fuxi_torchrec.data.batches import BatchMaker, Items
-from fuxi_torchrec.data.dataset import Dataset, DatasetInfo
+from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.reader import Reader, RowGroup
 from fuxi_torchrec.data.splits import Part
 from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks, share_from_rank_0
+from fuxi_torchrec.embeddings.inputs import NO_LOOKUPS, Lookups
+from fuxi_torchrec.embeddings.owned import lookup_of
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
 from fuxi_torchrec.embeddings.sharding import ShardingError, check_shardable, describe, placements, shard
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
@@ -66,10 +68,16 @@ class Loaded:
     model: ShardedModel
     world: World
     unknown_items: int = 0  # items of the dataset that the run's vocabulary lacks; 0 for the run's own data
+    lookups: Lookups = NO_LOOKUPS  # features of the run's items, and of the dataset's users
 
     @property
     def users(self) -> UserEncoder:
-        return UserEncoder(self.model, self.tables, self.world)
+        return UserEncoder(self.model, self.tables, self.world, self.lookups)
+
+    @property
+    def candidates(self) -> Ints:
+        """Items that are ranked and exported: those with a row of their own, or with features."""
+        return np.flatnonzero(self.maker.items.seen)
 
     @property
     def module(self) -> SequenceModel:
@@ -122,14 +130,18 @@ def load(
         vocabulary, items = Vocabulary.read(str(directory.path / ITEMS)), directory.read_items()
         if len(vocabulary) != info.identity.items or items.fingerprint != info.identity.vocabulary:
             raise CheckpointError(f"{path}: the checkpoint knows other items than {directory.path}/{ITEMS}")
-        tables, config = _tables(config, info, path, dataset.info, world.size)
+        tables, config = _tables(config, info, path, dataset, world.size)
         reader, unknown = _reader(config, info, dataset, vocabulary, tables)
-        maker = BatchMaker(reader, split_of(config.data), Items(items.known))
+        lookups = _lookups(config, info, dataset, items)
+        featured = None if lookups.items is None else lookups.items.table.filled
+        maker = BatchMaker(reader, split_of(config.data), Items(items.known, featured=featured))
     model, plan = shard(SequenceModel(config, tables), tables, config.optimizer, world)
     checkpoints.load(path, model, None)
     model.eval()
     logger.info("%s on %d ranks\n%s", path, world.size, describe(placements(plan, tables)))
-    return Loaded(config, directory, path, info, vocabulary, items, dataset, maker, tables, model, world, unknown)
+    return Loaded(
+        *(config, directory, path, info, vocabulary, items, dataset, maker, tables, model, world, unknown, lookups)
+    )
 
 
 # --- the dataset -----------------------------------------------------------------------------------------------------
@@ -149,25 +161,41 @@ def _open_dataset(config: Config, info: Info, data: str | None, allow_other_data
     return dataset
 
 
-def _tables(config: Config, info: Info, checkpoint: Path, found: DatasetInfo, world_size: int) -> tuple[Tables, Config]:
+def _tables(config: Config, info: Info, checkpoint: Path, dataset: Dataset, world_size: int) -> tuple[Tables, Config]:
     """The checkpoint's tables, row-wise where there are rows enough; and the configuration that says so."""
+    found = dataset.info
     rows = {plain_name(name): size for name, size in table_rows(checkpoint).items()}
     features = tuple(
         dataclasses.replace(feature, rows=rows.get(f"feature_{feature.name}", feature.rows))
         for feature in found.features
     )
     about = dataclasses.replace(found, items=info.identity.items, features=features)
+    if config.features.item:  # as they are in the run's own dataset
+        own = own_dataset(config, info, dataset, ", ".join(config.features.item)).info
+        about = dataclasses.replace(about, item_features=own.item_features)
     # nothing is trained: the kernel without moments, whatever the run's optimizer
     config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, kind="adamw"))
     for item, feature in _SHARDINGS:
-        event = {name: dataclasses.replace(each, sharding=feature) for name, each in config.features.event.items()}
         table = dataclasses.replace(config.tables, sharding=item)
-        config = dataclasses.replace(config, tables=table, features=FeaturesConfig(event))
+        config = dataclasses.replace(config, tables=table, features=config.features.with_sharding(feature))
         tables = tables_for(config, about)
         with suppress(ShardingError):
             check_shardable(tables, config.optimizer, world_size)
             break
     return tables, config
+
+
+def _lookups(config: Config, info: Info, dataset: Dataset, items: KnownItems) -> Lookups:
+    """Features of the run's items, from its own dataset wherever it is used; and of the users."""
+    if not config.features.item and not config.features.user:
+        return NO_LOOKUPS
+    own = own_dataset(config, info, dataset, ", ".join([*config.features.item, *config.features.user]))
+    if config.features.user and own is not dataset:
+        raise RetrievalError(
+            f"{dataset.path}: features of users ({', '.join(config.features.user)}) are indices of the run's own "
+            f"dataset, data.path = {config.data.path}: take that one"
+        )
+    return Lookups(lookup_of(config, own, "item", items.known), lookup_of(config, own, "user"))
 
 
 def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary, tables: Tables) -> tuple[Reader, int]:

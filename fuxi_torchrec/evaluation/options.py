@@ -29,6 +29,10 @@ class EvaluateOptions:
     )
     filter_seen: bool = option(False, "leave items of the user's own history out")
     users: int | None = option(None, "a fixed sample of so many users; all by default", metavar="N", least=1)
+    targets: Literal["all", "cold"] = option(
+        "all", "cold: of each user the first item of the period that has no event in training; needs item features"
+    )
+    candidates: Literal["all", "cold"] = option("all", "cold: rank such items alone")
     baselines: bool = option(True, "measure simple baselines beside the model")
 
     def __post_init__(self) -> None:

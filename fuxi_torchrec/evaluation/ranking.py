@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuxi_torchrec.distributed import World, raise_on_all_ranks
 from fuxi_torchrec.embeddings.inputs import gathered
-from fuxi_torchrec.embeddings.rows import item_rows
+from fuxi_torchrec.embeddings.owned import FeatureLookup
+from fuxi_torchrec.embeddings.rows import ItemLookup
 from fuxi_torchrec.tasks.rank_metrics import UNRANKED
 from fuxi_torchrec.tasks.softmax import Similarity, scaled_items
 
@@ -45,16 +46,26 @@ class ShardedCatalogue:
     Making one is a collective, and so is every call of :meth:`ranks`.
 
     Args:
-        items: the sharded collection of the item table.
+        items: the sharded collections of items and their features.
         candidates: (n,) ids in order.
+        about: the items' features, if the model reads any.
     """
 
-    def __init__(self, items: nn.Module, candidates: Tensor, dim: int, similarity: Similarity, world: World) -> None:
+    def __init__(
+        self,
+        items: ItemLookup,
+        candidates: Tensor,
+        dim: int,
+        similarity: Similarity,
+        world: World,
+        about: FeatureLookup | None = None,
+    ) -> None:
         share = -(-len(candidates) // world.size)
         self.ids = candidates[share * world.rank : share * (world.rank + 1)]
         self.similarity, self.world = similarity, world
         # filled up with the row of unknown items, which is never counted
-        self.rows_ND = item_rows(items, F.pad(self.ids, (0, -len(self.ids) % _LEAST)), dim, world.device)
+        filled = F.pad(self.ids, (0, -len(self.ids) % _LEAST))
+        self.rows_ND = items.rows(filled, dim, world.device, about)
         with raise_on_all_ranks("reading the catalogue"):
             for part in self.rows_ND.split(2**16):
                 part.copy_(scaled_items(part, similarity))

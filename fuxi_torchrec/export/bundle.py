@@ -6,8 +6,10 @@ Nobody reads a byte of it that was not checked: manifest.json is sealed and has 
 
 manifest.json                written last: a directory without it is not an export
 encoder.safetensors          the encoder's parameters, by their names in its class
-tables.safetensors           item_table (items + 1, D), and feature_NAME of each feature: raw rows
+tables.safetensors           item_table (items + 1, D), with features of items, and feature_NAME of each feature of
+                             events: raw rows; item_feature_NAME and item_projection (D, inputs) make rows of new items
 features/NAME.parquet        value, index: what text values of a feature stand for; none if they are numbers
+item-features/NAME.parquet   the same of features of items
 other-items.parquet          item_id: items of the dataset that the model does not know; index 0 in histories
 items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
 users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
@@ -36,6 +38,7 @@ from fuxi_torchrec.encoders.registry import config_class, make_encoder, only_imp
 from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.feature_files import FeatureFile
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
@@ -45,7 +48,9 @@ from fuxi_torchrec.schema import Record, read_json, sealed
 VERSION = 3
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
 ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
-FEATURES, OTHER_ITEMS = "features", "other-items.parquet"
+FEATURES, ITEM_FEATURES, OTHER_ITEMS = "features", "item-features", "other-items.parquet"
+ITEM_PROJECTION = "item_projection"
+DISPLAY = "display_"  # before names of columns of items/ that are shown
 _PARTS = (ITEMS, USERS, HISTORIES, STATES)
 ITEM_TABLE = "item_table"
 IdType = Literal["int64", "string"]
@@ -53,7 +58,7 @@ IdType = Literal["int64", "string"]
 # every file that an export can have
 _NAMES = re.compile(
     r"encoder\.safetensors|tables\.safetensors|other-items\.parquet|index(-int8)?\.faiss|programs/(query|append)\.pt2"
-    r"|features/[^/\0]+\.parquet|(items|users|histories)/part-\d{5,9}\.parquet|states/part-\d{5,9}\.bin"
+    r"|(item-)?features/[^/\0]+\.parquet|(items|users|histories)/part-\d{5,9}\.parquet|states/part-\d{5,9}\.bin"
 )
 _AGAIN = "export again"
 
@@ -85,6 +90,7 @@ class Manifest(Record):
         state_min_events: users with fewer have no state and are encoded again from their history.
         state_bytes: of a state record, its checksum included; 0 where an encoder's states grow: none are stored.
         item_id_type, user_id_type: ``int64`` or ``string``.
+        item_features, item_file: of items that the model reads, and how a file of new items is read.
         index: kind and measured recall of the FAISS index.
         dataset: fingerprint of the data it was made from.
         rules: of anchors, as_of and ties, in words.
@@ -108,6 +114,8 @@ class Manifest(Record):
     user_id_type: IdType
     log: LogSpec
     features: tuple[Feature, ...] = ()
+    item_features: tuple[Feature, ...] = ()
+    item_file: FeatureFile = field(default_factory=FeatureFile)
     index: dict[str, Any] = field(default_factory=dict)
     dataset: str = ""
     run: dict[str, Any] = field(default_factory=dict)
@@ -142,6 +150,7 @@ class Manifest(Record):
     def _check_files(self) -> None:
         """What one part of the manifest promises, the files must be able to keep."""
         needed = {ENCODER, TABLES, *(f"{FEATURES}/{f.name}.parquet" for f in self.features if f.vocabulary)}
+        needed |= {f"{ITEM_FEATURES}/{f.name}.parquet" for f in self.item_features if f.vocabulary}
         needed |= {OTHER_ITEMS} if self.log.drops_rare_items else set()
         needed |= {INDEX} if self.index else set()
         if missing := sorted(needed - self.files.keys()):
@@ -249,6 +258,7 @@ class Bundle:
             tables = load_file(path)
         except SafetensorError as error:
             raise ExportError(f"{path}: not readable: {error}: export again") from None
+        names += [f"item_feature_{feature.name}" for feature in self.manifest.item_features if feature.in_table]
         for name in (ITEM_TABLE, *names):
             if name not in tables or tables[name].dim() != 2 or tables[name].shape[1] != self.manifest.dimension:
                 raise ExportError(f"{path}: {name} is not a table of width {self.manifest.dimension}: export again")

@@ -4,6 +4,7 @@ Every rank writes what it has: its rows of the tables, its items, its users. Onl
 programs are written by rank 0, the index from the items' files.
 """
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,15 @@ from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.evaluation.loading import Loaded, own_dataset
 from fuxi_torchrec.events import parquet
+from fuxi_torchrec.events.feature_files import FeatureFile
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.times import NAMES, last_time, likely_unit, parse_time, show_time
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
     FEATURES,
     HISTORIES,
     INDEX,
+    ITEM_FEATURES,
     ITEMS,
     PROGRAMS,
     STATES,
@@ -90,6 +94,11 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
     with raise_on_all_ranks("preparing the export"):
         NewDirectory(output).check()
         as_of = choose_as_of(run, options)
+        if run.config.features.user:
+            raise ExportError(
+                f"features.user ({', '.join(run.config.features.user)}) cannot be exported: an export has no features "
+                "of users to add to their queries. Train without them, or evaluate only"
+            )
         if options.index and find_spec("faiss") is None:
             raise ExportError("faiss is not installed: pip install fuxi_torchrec[serve], or leave it out: --no-index")
     new = NewDirectory(output)
@@ -97,7 +106,7 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
         with raise_on_all_ranks("making the output directory"):
             if run.world.rank == 0:
                 place = new.begin()
-                for folder in (FEATURES, ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
+                for folder in (FEATURES, ITEM_FEATURES, ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
                     (place / folder).mkdir()
         manifest = _Exporter(run, new.place, options, as_of).write()
         with raise_on_all_ranks("renaming the output"):
@@ -143,6 +152,8 @@ class _Exporter(ExportJob):
             user_id_type=id_type(self.run.maker.reader.ids_of(np.zeros(0, np.int64)).type),
             log=info.log,
             features=self.features,
+            item_features=self.item_features,
+            item_file=self._item_file(),
             index=index or {},
             dataset=info.fingerprint,
             run={
@@ -163,15 +174,29 @@ class _Exporter(ExportJob):
         run = self.run
 
         def work() -> None:
-            for name in (feature.name for feature in self.features if feature.vocabulary):
-                dataset = own_dataset(run.config, run.info, run.dataset, name)
-                file = f"{FEATURES}/{name}.parquet"
-                values = dataset.feature_values(name)
+            wanted: list[tuple[str, Feature]] = [(FEATURES, feature) for feature in self.features]
+            wanted += [(ITEM_FEATURES, feature) for feature in self.item_features]
+            for folder, feature in wanted:
+                if not feature.vocabulary:
+                    continue
+                dataset = own_dataset(run.config, run.info, run.dataset, feature.name)
+                file = f"{folder}/{feature.name}.parquet"
+                values = dataset.feature_values(feature.name, feature.owner)
                 table = pa.table({"value": values, "index": pa.array(np.arange(1, len(values) + 1))})
                 parquet.write_table(self.directory / file, table)
                 self.wrote(file)
 
         run_on_rank_0(self.world, "writing features", work)
+
+    def _item_file(self) -> FeatureFile:
+        """How a file of new items is read: the columns that the model reads, and those that are shown."""
+        if not self.item_features:
+            return FeatureFile()
+        run = self.run
+        file = own_dataset(run.config, run.info, run.dataset, "features").info.item_features.file
+        names = {feature.name for feature in self.item_features}
+        columns = tuple(spec for spec in file.columns if spec.kind == "display" or spec.name in names)
+        return replace(file, columns=columns)
 
     def _build_index(self, items: int) -> dict[str, Any]:
         """FAISS's indices and what they find, from the files of all ranks."""

@@ -31,6 +31,8 @@ class ExportJob:
         self.features = tuple(
             replace(about[table.feature], rows=table.rows, pooling=table.pooling) for table in run.tables.features
         )
+        of_items = run.lookups.items
+        self.item_features = () if of_items is None else of_items.table.features
 
     def wrote(self, *names: str) -> None:
         """Note files of this rank, which are whole."""

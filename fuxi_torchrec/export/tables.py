@@ -18,8 +18,20 @@ from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import follow_umask
 from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
+from fuxi_torchrec.evaluation.loading import own_dataset
 from fuxi_torchrec.events import parquet
-from fuxi_torchrec.export.bundle import ENCODER, ITEM_TABLE, ITEMS, OTHER_ITEMS, TABLES, ExportError, FileEntry, scaled
+from fuxi_torchrec.export.bundle import (
+    DISPLAY,
+    ENCODER,
+    ITEM_PROJECTION,
+    ITEM_TABLE,
+    ITEMS,
+    OTHER_ITEMS,
+    TABLES,
+    ExportError,
+    FileEntry,
+    scaled,
+)
 from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
 from fuxi_torchrec.export.parts import part_name
 from fuxi_torchrec.export.programs import detached
@@ -29,7 +41,11 @@ _ITEM_ROWS = 2**16  # of a row group of items
 
 def write_tables(job: ExportJob) -> None:
     """All tables as one safetensors file, every rank writing its own rows into it."""
-    tables = {table.name: (table.rows, table.dim) for table in job.run.tables.all}
+    parts = _own_rows(job)
+    exported = [table for table in job.run.tables.all if table not in job.run.tables.of_users]
+    tables = {table.name: (table.rows, table.dim) for table in exported}
+    if job.run.tables.item_inputs:
+        tables[ITEM_PROJECTION] = (job.run.config.model.dim, job.run.tables.item_inputs)
     header, begins, size = _safetensors_header(tables)
     path = job.directory / TABLES
     with raise_on_all_ranks("writing the weights"):
@@ -43,7 +59,7 @@ def write_tables(job: ExportJob) -> None:
             job.wrote(ENCODER)
     dist.barrier()
     with raise_on_all_ranks("writing the tables"), path.open("r+b") as file:
-        for part in _own_rows(job):
+        for part in parts:
             count, dim = part.tensor.shape
             file.seek(begins[part.table] + part.first_row * dim * 4)
             for begin in range(0, count, _ITEM_ROWS):
@@ -54,16 +70,38 @@ def write_tables(job: ExportJob) -> None:
 
 
 def _own_rows(job: ExportJob) -> list[LocalPart]:
-    """Rows that this rank writes: its own of sharded tables, a share of those that every rank holds."""
-    found = []
+    """Rows that this rank writes: its own of sharded tables, a share of those that every rank holds: a collective.
+
+    Those of items have their features added, and items without a row have that of unknown ones.
+    """
+    tables, found = job.run.tables, []
+    if tables.has_item_features:
+        found.append(_composed(job))
+    if tables.item_inputs and job.first:
+        projection = job.run.module.head.item_projection
+        assert projection is not None
+        found.append(LocalPart(ITEM_PROJECTION, projection.weight, 0, 0))
     for part in local_parts(job.run.model):
-        (table,) = (table for table in job.run.tables.all if table.name == part.table)
+        (table,) = (table for table in tables.all if table.name == part.table)
+        if table in tables.of_users or (part.table == ITEM_TABLE and tables.has_item_features):
+            continue
         if table.sharding == "data_parallel":
             share = -(-table.rows // job.world.size)
             begin = min(share * job.world.rank, table.rows)
             part = dataclasses.replace(part, tensor=part.tensor[begin : begin + share], first_row=begin)
         found.append(part)
     return found
+
+
+def _composed(job: ExportJob) -> LocalPart:
+    """This rank's share of the items' rows, features included: a collective."""
+    table, world = job.run.tables.items, job.world
+    share = -(-table.rows // world.size)
+    ids = np.arange(min(share * world.rank, table.rows), min(share * (world.rank + 1), table.rows))
+    first, ids = int(ids[0]) if len(ids) else 0, np.where(job.run.maker.items.seen[ids], ids, 0)
+    lookup = job.run.module.item_lookup()
+    rows = lookup.rows(torch.from_numpy(ids), table.dim, world.device, job.run.lookups.items)
+    return LocalPart(ITEM_TABLE, rows, first, 0)
 
 
 def model_id(job: ExportJob) -> str:
@@ -87,13 +125,16 @@ def model_id(job: ExportJob) -> str:
 
 def write_items(job: ExportJob) -> int:
     """Recommendable items of this rank's rows; how many there are in all."""
-    known, vocabulary, count = job.run.items.known, job.run.vocabulary, 0
+    known, vocabulary, count = job.run.maker.items.seen, job.run.vocabulary, 0
+    parts = _own_rows(job)
     with raise_on_all_ranks("writing items"):
-        (part,) = (part for part in _own_rows(job) if part.table == ITEM_TABLE)
+        (part,) = (part for part in parts if part.table == ITEM_TABLE)
+        shown = _display(job)
         name = part_name(ITEMS, job.world.rank)
         dim = part.tensor.shape[1]
         ids = plain_ids(vocabulary.ids)
-        schema = pa.schema({"item_id": ids.type, "index": pa.int32(), "embedding": pa.list_(pa.float32(), dim)})
+        columns = {"item_id": ids.type, "index": pa.int32(), "embedding": pa.list_(pa.float32(), dim)}
+        schema = pa.schema({**columns, **{DISPLAY + name: pa.string() for name in shown}})
         with parquet.Writer(job.directory / name, schema) as writer:
             for begin in range(0, len(part.tensor), _ITEM_ROWS):
                 rows = part.tensor[begin : begin + _ITEM_ROWS].detach()
@@ -104,11 +145,21 @@ def write_items(job: ExportJob) -> int:
                 if not vectors.isfinite().all():
                     raise ExportError(f"{job.run.checkpoint}: the item table holds values that are not finite")
                 embedding = pa.FixedSizeListArray.from_arrays(pa.array(vectors.numpy().reshape(-1)), dim)
-                columns = [ids.take(pa.array(index - 1)), pa.array(index, pa.int32()), embedding]
-                writer.write(pa.table(columns, schema=schema))
+                place = pa.array(index - 1)
+                values = [ids.take(place), pa.array(index, pa.int32()), embedding]
+                writer.write(pa.table([*values, *(column.take(place) for column in shown.values())], schema=schema))
                 count += len(index)
         job.wrote(name)
     return summed(count)
+
+
+def _display(job: ExportJob) -> dict[str, pa.ChunkedArray]:
+    """Columns of items that are shown, by name."""
+    run = job.run
+    if run.lookups.items is None or not run.dataset.info.item_features.file.display:
+        return {}
+    table = own_dataset(run.config, run.info, run.dataset, "display columns").display()
+    return {name: table[name] for name in table.column_names}
 
 
 def write_other_items(job: ExportJob) -> None:
@@ -120,7 +171,7 @@ def write_other_items(job: ExportJob) -> None:
         return
     there = job.run.dataset.vocabulary()
     ids = plain_ids(there.ids)
-    known = plain_ids(job.run.vocabulary.ids).filter(pa.array(job.run.items.known[1:]))
+    known = plain_ids(job.run.vocabulary.ids).filter(pa.array(job.run.maker.items.seen[1:]))
     others = pc.and_(pa.array(there.counts > 0), pc.invert(pc.is_in(ids, value_set=known)))
     parquet.write_table(job.directory / OTHER_ITEMS, pa.table({"item_id": ids.filter(others)}))
     job.wrote(OTHER_ITEMS)

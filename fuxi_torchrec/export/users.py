@@ -39,12 +39,12 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
     for step in range(len(partition.batches[0])):
         with raise_on_all_ranks("reading users"):
             batch, before = run.maker.histories(partition.batches[job.world.rank][step], max_length, until)
-        state = run.users.states(batch)
+        state, user_rows = run.users.states(batch)
         with raise_on_all_ranks("writing users"):
             if step < len(own):
                 part = part or _Part(job, number + own[step], model_id)
                 request_times = torch.full((len(batch),), job.as_of, device=run.model.device)
-                vectors = scaled(run.encoder.query(state, request_times), job.similarity)
+                vectors = scaled(run.users.query(state, user_rows, request_times), job.similarity)
                 if not vectors.isfinite().all():
                     raise ExportError(f"{run.checkpoint}: the encoder's outputs are not finite")
                 part.add(batch, before, vectors.cpu().numpy(), state)

@@ -1,5 +1,6 @@
 """The items of an export: raw ids, dense indices, and the search for those that score best."""
 
+import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import FEATURES, INDEX, ITEMS, OTHER_ITEMS, Bundle, ExportError
+from fuxi_torchrec.export.bundle import DISPLAY, FEATURES, INDEX, ITEMS, OTHER_ITEMS, Bundle, ExportError
 from fuxi_torchrec.export.parts import combined, read_table
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.options import Search
@@ -101,6 +102,37 @@ class Catalogue(ItemIds):
             raise ExportError(f"{bundle.path / ITEMS}: embeddings are not {len(self)} finite vectors of width {width}")
         self.vectors = torch.from_numpy(flat.reshape(len(self), width))
         self._faiss: Any = _approximate_index(bundle) if search == "index" else None
+        self.indexed = len(self)  # items that the index has
+        names = [DISPLAY + name for name in bundle.manifest.item_file.display]
+        shown = [read_table(path, names) for path in bundle.parts(ITEMS)] if names else []
+        self.display = {
+            name.removeprefix(DISPLAY): combined(pa.chunked_array([c for table in shown for c in table[name].chunks]))
+            for name in names
+        }
+
+    def with_items(self, ids: pa.Array, index: Ints, vectors: Tensor, display: dict[str, pa.Array]) -> "Catalogue":
+        """One that has more items, behind these; those that it has already get these vectors."""
+        more = copy.copy(self)
+        more.__dict__.pop("_of_raw", None)
+        place = np.searchsorted(self.index, index)
+        new = place >= len(self)
+        known, at = torch.from_numpy(~new), torch.from_numpy(place[~new])
+        more.vectors = torch.cat([self.vectors, vectors[~known]])
+        more.vectors[at] = vectors[known]
+        chosen = pa.array(np.flatnonzero(new))
+        more.ids, more.index = pa.concat_arrays([self.ids, ids.take(chosen)]), np.concatenate([self.index, index[new]])
+        more.display = {}
+        for name, column in self.display.items():
+            values = np.concatenate([column.to_numpy(zero_copy_only=False), display[name].take(chosen)])
+            values[at] = display[name].filter(pa.array(~new)).to_numpy(zero_copy_only=False)
+            more.display[name] = pa.array(values, pa.string())
+        more._of_raw = self._of_raw | dict(zip(ids.to_pylist(), index.tolist(), strict=True))
+        return more
+
+    def shown(self, places: Ints) -> list[dict[str, str | None]]:
+        """What is displayed of items at these places; empty where nothing is."""
+        columns = {name: column.take(pa.array(places)).to_pylist() for name, column in self.display.items()}
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def search(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Ints, Any]:
         """Places in ``ids`` of the best items and their scores, (B, k) each, best first; -1 where there are no more.
@@ -113,13 +145,25 @@ class Catalogue(ItemIds):
         scores, places = np.empty((len(vectors), k), np.float32), np.empty((len(vectors), k), np.int64)
         indexed = np.array([self._faiss is not None and indices is None for indices in seen], bool)
         if indexed.any():
-            scores[indexed], ids = self._faiss.search(vectors.numpy()[indexed], k)
-            places[indexed] = np.where(ids < 0, -1, np.searchsorted(self.index, ids))
+            scores[indexed], places[indexed] = self._by_index(vectors[torch.from_numpy(indexed)], k)
         if not indexed.all():
             rest = np.flatnonzero(~indexed).tolist()
             scores[rest], places[rest] = self._exact(vectors[rest], k, [seen[n] for n in rest])
         places = np.where(np.isfinite(scores), places, -1)
         return places, scores / self.temperature
+
+    def _by_index(self, vectors: Tensor, k: int) -> tuple[Any, Ints]:
+        """By the index, and by scoring the items that it does not have."""
+        scores, ids = self._faiss.search(vectors.numpy(), min(k, self.indexed))
+        places = np.where(ids < 0, -1, np.searchsorted(self.index, ids))
+        if len(self) == self.indexed:
+            return scores, places
+        more = vectors @ self.vectors[self.indexed :].T
+        scores = np.concatenate([scores, more.numpy()], axis=1)
+        own = np.arange(self.indexed, len(self))
+        places = np.concatenate([places, np.broadcast_to(own, (len(vectors), len(own)))], axis=1)
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(scores, order, 1), np.take_along_axis(places, order, 1)
 
     def _exact(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Any, Ints]:
         each = [np.unique(indices) if indices is not None else np.zeros(0, np.int64) for indices in seen]

@@ -12,6 +12,7 @@ from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
+from fuxi_torchrec.serving.new_items import ItemComposer, pooled_rows
 
 AT_ONCE, USERS_AT_ONCE = 2**16, 512  # events and users that are encoded in one call
 
@@ -24,7 +25,17 @@ class UserModel:
         tables = bundle.tables()
         self.items = tables[ITEM_TABLE]
         self.features = {feature.name: tables[f"feature_{feature.name}"] for feature in self.manifest.features}
+        self.composer = ItemComposer(bundle, tables)
         self.like = self.encoder.init_state(0)
+
+    def set_rows(self, index: Ints, rows: Tensor) -> None:
+        """Rows of items; those behind the table's end are new. Others may be reading it: they see the old or the new
+        table.
+        """
+        more = int(index.max(initial=0)) + 1 - len(self.items)
+        table = torch.cat([self.items, self.items[:1].expand(max(0, more), -1)])
+        table[torch.from_numpy(index)] = rows
+        self.items = table
 
     def rows(self, histories: Histories) -> Tensor:
         """(T, D) rows of events: the item's, and its features'."""
@@ -35,13 +46,8 @@ class UserModel:
 
     def _feature_rows(self, feature: Feature, column: Column) -> Tensor:
         table = self.features[feature.name]
-        if not isinstance(column, Ragged):
-            return _lookup(table, column, feature.name)
-        values = _lookup(table, column.values, feature.name)
-        lengths = torch.from_numpy(np.diff(column.bounds))
-        event = torch.repeat_interleave(torch.arange(len(column)), lengths)
-        pooled = values.new_zeros(len(column), table.shape[1]).index_add_(0, event, values)
-        return pooled / lengths.clamp(min=1).unsqueeze(1) if feature.pooling == "mean" else pooled
+        _check(table, column.values if isinstance(column, Ragged) else column, feature.name)
+        return pooled_rows(table, column, feature)
 
     @torch.inference_mode()
     def append(self, state: States, new: Histories) -> States:
@@ -88,9 +94,13 @@ def batches(cost: Ints) -> Iterator[tuple[int, int]]:
 
 
 def _lookup(table: Tensor, index: Ints, what: str) -> Tensor:
+    _check(table, index, what)
+    return table[torch.from_numpy(index)]
+
+
+def _check(table: Tensor, index: Ints, what: str) -> None:
     if len(index) and not 0 <= index.min() <= index.max() < len(table):
         raise ExportError(
             f"{what}: indices must be 0 to {len(table) - 1}, not {index.min()} to {index.max()}: the events and the "
             "tables are not of one export"
         )
-    return table[torch.from_numpy(index)]

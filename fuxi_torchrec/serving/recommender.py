@@ -4,19 +4,26 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
 
 from fuxi_torchrec.encoders.state import States
+from fuxi_torchrec.events.feature_files import RawFeatures
 from fuxi_torchrec.events.histories import Ints
-from fuxi_torchrec.export.bundle import Bundle
+from fuxi_torchrec.export.bundle import Bundle, scaled
 from fuxi_torchrec.export.options import Verify
 from fuxi_torchrec.serving.appending import Appender
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, UNKNOWN, Catalogue, feature_values
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.log_filter import LogFilter
+from fuxi_torchrec.serving.neighbours import Neighbours, nearest_users
+from fuxi_torchrec.serving.new_items import AddedItems, NewItemsFile, latest
 from fuxi_torchrec.serving.options import RecommenderOptions, Search
 from fuxi_torchrec.serving.replay import replay
 from fuxi_torchrec.serving.requests import (
@@ -27,6 +34,7 @@ from fuxi_torchrec.serving.requests import (
     Features,
     ItemId,
     Request,
+    Similar,
     UserId,
     make_events,
     plain,
@@ -55,6 +63,11 @@ class Recommender:
         self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         self.users = LiveUsers(self._model, StoredUsers(bundle, self._model), texts, options.cache_mib << 20)
         self._appender = Appender(self.users, store, options.max_recent_events)
+        self._adding, self._first_new = Lock(), len(self._model.items)
+        self._new_items = NewItemsFile(Path(options.log_dir)) if options.log_dir is not None else None
+        if self._new_items is not None and (kept := self._new_items.read()):
+            raw = self._model.composer.read(latest(kept, self.manifest.item_file.id_column))
+            self._add_items(raw, *self._model.composer.rows(raw))
         if content is not None:
             replay(content, bundle.manifest, self._catalogue, self.users, store)
 
@@ -198,20 +211,22 @@ class Recommender:
     ) -> list[Answer]:
         times = np.array([request.time for request in requests], np.int64)
         vectors = self._model.vectors(state, times)
-        places, scores = self._catalogue.search(vectors, max(request.k for request in requests), seen)
+        catalogue = self._catalogue  # items may be added meanwhile
+        places, scores = catalogue.search(vectors, max(request.k for request in requests), seen)
         counts, last = state.count.tolist(), state.last_time.tolist()
         answers = []
         for n, request in enumerate(requests):
             found = places[n, : request.k][places[n, : request.k] >= 0]
             values = scores[n, : len(found)].tolist()
             if not counts[n]:  # every item scores 0: the first ones, which are the most frequent
-                found = np.arange(min(request.k, len(self._catalogue)))
+                found = np.arange(min(request.k, len(catalogue)))
                 values = [0.0] * len(found)
             answers.append(
                 Answer(
                     user_id=request.user_id,
                     as_of=request.time,
-                    items=self._catalogue.ids.take(found).to_pylist(),
+                    items=catalogue.ids.take(found).to_pylist(),
+                    display=catalogue.shown(found),
                     scores=values,
                     known=known[n],
                     events=counts[n],
@@ -288,6 +303,65 @@ class Recommender:
             self._checks.user(user, "user id")
         return self._appender.forget(list(dict.fromkeys(user_ids)))
 
+    # --- new items ---------------------------------------------------------------------------------------------------
+
+    def add_items(self, items: Sequence[dict[str, Any]]) -> AddedItems:
+        """Make items recommendable by their features, without training; they are on disk when this returns.
+
+        An item that the export has stays as it is, one that was added before gets the row of these features.
+
+        Args:
+            items: dictionaries with the id by the name of its column, features and what is shown by theirs.
+        """
+        self._appender.check()
+        raw = self._model.composer.read(items)
+        rows, unknown_values = self._model.composer.rows(raw)  # nothing is written of what cannot be taken
+        with self._adding:
+            if self._new_items is not None:
+                self._new_items.append(items)
+            return self._add_items(raw, rows, unknown_values)
+
+    def _add_items(self, raw: RawFeatures, rows: Tensor, unknown_values: int) -> AddedItems:
+        catalogue = self._catalogue
+        found: Ints = np.array(catalogue.find_few(raw.ids.to_pylist()), np.int64)
+        known = (found > UNKNOWN) & (found < self._first_new)
+        replaced = found >= self._first_new
+        new = ~known & ~replaced
+        index = found.copy()
+        index[new] = len(self._model.items) + np.arange(int(new.sum()))
+        order = np.flatnonzero(~known)
+        order = order[np.argsort(index[order])]
+        chosen, take = torch.from_numpy(order), pa.array(order)
+        self._model.set_rows(index[order], rows[chosen])
+        vectors = scaled(rows[chosen], self.manifest.similarity)
+        display = {name: raw.columns[name].take(take) for name in catalogue.display}
+        self._catalogue = catalogue.with_items(raw.ids.take(take), index[order], vectors, display)
+        return AddedItems(int(new.sum()), int(replaced.sum()), int(known.sum()), unknown_values)
+
+    def similar_items(self, item_id: ItemId, k: int = 10) -> Similar:
+        """Items whose rows are most similar to an item's, best first, without itself; scores as those of users."""
+        self._checks.k(k)
+        catalogue = self._catalogue
+        (index,) = catalogue.find_few([item_id])
+        if index <= UNKNOWN:
+            raise ValueError(f"item {item_id!r} is not in the catalogue")
+        own = np.array([index], np.int64)
+        vector = catalogue.vectors[int(np.searchsorted(catalogue.index, index))]
+        places, scores = catalogue.search(vector[None], k, [own])
+        found = places[0][places[0] >= 0]
+        return Similar(
+            item_id, catalogue.ids.take(found).to_pylist(), scores[0, : len(found)].tolist(), catalogue.shown(found)
+        )
+
+    def similar_users(self, user_id: UserId, time: int, k: int = 10) -> Neighbours:
+        """Users of the export most similar to a user as it is now, queried at a time."""
+        self.check(Request(user_id, time, k))
+        state = self.states([user_id])
+        if not int(state.count[0]):
+            raise ValueError(f"user {user_id!r} has no events")
+        vector = self._model.vectors(state, np.array([time], np.int64))[0].numpy()
+        return nearest_users(self.bundle, vector, user_id, k)
+
     # --- inspecting --------------------------------------------------------------------------------------------------
 
     def states(self, user_ids: Sequence[UserId]) -> States:
@@ -301,7 +375,7 @@ class Recommender:
             "model_id": m.model_id,
             "as_of": m.as_of,
             "time_unit": m.time_unit,
-            "items": m.items,
+            "items": len(self._catalogue),
             "users": m.users,
             "recent_users": len(users.recent),
             "recent_events": users.recent_events,

@@ -1,7 +1,7 @@
 """What a Recommender takes and answers, and the checks of both."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ class Answer:
         unknown_items: events of an anonymous history whose items the model does not know.
         before_last_event: the request time lies before the user's last event: no time has passed since.
         model_id, export_as_of: of the export that answers.
+        display: of each item, what the export shows of it; empty if it shows nothing.
     """
 
     user_id: UserId | None
@@ -49,12 +50,36 @@ class Answer:
     model_id: str
     export_as_of: int
     unknown_items: int = 0
+    display: list[dict[str, str | None]] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: ``user``, ``as_of``, ``items`` with ``item_id`` and ``score``, and the rest."""
-        rest = {name: value for name, value in vars(self).items() if name not in ("user_id", "items", "scores")}
-        items = [{"item_id": item, "score": score} for item, score in zip(self.items, self.scores, strict=True)]
-        return {"user": self.user_id, "as_of": self.as_of, "items": items} | rest
+        own = ("user_id", "items", "scores", "display")
+        rest = {name: value for name, value in vars(self).items() if name not in own}
+        return {"user": self.user_id, "as_of": self.as_of, "items": _items(self)} | rest
+
+
+@dataclass(frozen=True)
+class Similar:
+    """Items similar to one, best first."""
+
+    item_id: ItemId
+    items: list[ItemId]
+    scores: list[float]
+    display: list[dict[str, str | None]] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: ``item`` and ``items`` with ``item_id`` and ``score``."""
+        return {"item": self.item_id, "items": _items(self)}
+
+
+def _items(answer: Answer | Similar) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = [
+        {"item_id": item, "score": score} for item, score in zip(answer.items, answer.scores, strict=True)
+    ]
+    for each, shown in zip(found, answer.display, strict=False):
+        each["display"] = shown
+    return found
 
 
 class FullError(ExportError):

@@ -24,7 +24,7 @@ def test_the_keys_are_frozen():
         "use_retention use_positional use_temporal temporal_phases temporal_mix temporal_half_life "
         "learn_temporal_decay activation_checkpointing retention_chunk positional_chunk temporal_chunk",
         "tables": "init_std sharding",
-        "features": "event",
+        "features": "event item user id_dropout",
         "task": "kind",
         "loss": "negatives num_negatives similarity temperature weighting",
         "optimizer": "kind lr table_lr scalar_lr betas eps weight_decay clip_norm warmup_steps "

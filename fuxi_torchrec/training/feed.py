@@ -11,7 +11,16 @@ from torch import Tensor
 from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.data.schedule import Position
 from fuxi_torchrec.distributed import raise_on_all_ranks
-from fuxi_torchrec.embeddings.inputs import ModelInput, fitted, gathered, make_input, sizes_of
+from fuxi_torchrec.embeddings.inputs import (
+    NO_LOOKUPS,
+    SIZES,
+    Lookups,
+    ModelInput,
+    fitted,
+    gathered,
+    make_input,
+    sizes_of,
+)
 from fuxi_torchrec.embeddings.tables import Tables
 from fuxi_torchrec.tasks.base import TargetMaker
 
@@ -31,10 +40,14 @@ class StepMaker:
 
     targets: TargetMaker
     tables: Tables
+    lookups: Lookups = NO_LOOKUPS
 
     def __call__(self, position: Position, batches: list[EventBatch]) -> StepInputs:
         targets = [self.targets(position.epoch, position.step, batch) for batch in batches]
-        inputs = [make_input(batch, each, self.tables) for batch, each in zip(batches, targets, strict=True)]
+        inputs = [
+            make_input(batch, each, self.tables, self.lookups, (position.epoch, position.step))
+            for batch, each in zip(batches, targets, strict=True)
+        ]
         end = batches[-1].end
         assert end is not None
         return StepInputs(inputs, [batch.users for batch in batches], end)
@@ -107,7 +120,7 @@ class Feed(Iterator[ModelInput]):
             return False
         except Exception as caught:
             error = caught
-        sizes = torch.zeros(self._micro_batches(self._position), 3) if step is None else sizes_of(step.inputs)
+        sizes = torch.zeros(self._micro_batches(self._position), SIZES) if step is None else sizes_of(step.inputs)
         said = [] if self._signals is None else self._signals.say()
         mine = torch.tensor([float(step is None), *said], dtype=torch.float64)
         everyone = gathered(torch.cat([mine, sizes.flatten().double()]))
@@ -118,7 +131,7 @@ class Feed(Iterator[ModelInput]):
         assert step is not None
         if self._signals is not None and not self._signals.hear(everyone[:, 1 : len(mine)]):
             return False
-        all_sizes = everyone[:, len(mine) :].view(len(everyone), -1, 3)
+        all_sizes = everyone[:, len(mine) :].view(len(everyone), -1, SIZES)
         events = all_sizes[:, :, 1].sum(0).long().tolist()
         inputs, last = fitted(step.inputs, all_sizes, self._pad), len(step.inputs) - 1
         for number, (each, users) in enumerate(zip(inputs, step.users, strict=True)):

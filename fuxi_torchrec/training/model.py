@@ -7,14 +7,12 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.inputs import ModelInput
-from fuxi_torchrec.embeddings.tables import Table, Tables, collection
+from fuxi_torchrec.embeddings.rows import FeatureRows, ItemLookup, pooled
+from fuxi_torchrec.embeddings.tables import Tables, collection
 from fuxi_torchrec.encoders import make_encoder
 from fuxi_torchrec.encoders.base import SequenceEncoder
 from fuxi_torchrec.tasks.base import Task
 from fuxi_torchrec.tasks.registry import make_task
-
-# rows by feature: sharded tables come in an order of their own
-FeatureRows = dict[str, Tensor]
 
 
 class SequenceModel(nn.Module):
@@ -24,21 +22,25 @@ class SequenceModel(nn.Module):
         super().__init__()
         self.items = collection((tables.items,))
         self.features = collection(tables.features) if tables.features else None
-        self.head = Head(config, tables.features)
+        self.item_features = collection(tables.of_items) if tables.of_items else None
+        self.user_features = collection(tables.of_users) if tables.of_users else None
+        self.head = Head(config, tables)
 
     def forward(self, batch: ModelInput) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss to differentiate, and the task's report: weighted sums over positions."""
-        item_rows, feature_rows = self._lookup(batch)
-        return self.head(item_rows, feature_rows, batch)
+        return self.head(*self._lookup(batch), batch)
 
-    def event_rows(self, batch: ModelInput) -> Tensor:
-        """(T, D) rows of the events as the encoder takes them."""
-        item_rows, feature_rows = self._lookup(batch)
-        return self.head.event_rows(item_rows, feature_rows, batch)
+    def event_rows(self, batch: ModelInput) -> tuple[Tensor, Tensor | None]:
+        """(T, D) rows of the events as the encoder takes them; and (B, D) what is added to the users' queries."""
+        items, features, of_items, of_users = self._lookup(batch)
+        item_rows = self.head.item_rows(items, of_items, batch)
+        return self.head.event_rows(item_rows, features, batch), self.head.user_rows(of_users, batch)
 
-    def _lookup(self, batch: ModelInput) -> tuple[Tensor, FeatureRows | None]:
-        feature_rows = None if self.features is None else self.features(batch.features).to_dict()
-        return self.items(batch.items).values(), feature_rows
+    def _lookup(self, batch: ModelInput) -> tuple[Tensor, FeatureRows | None, FeatureRows | None, FeatureRows | None]:
+        features = None if self.features is None else self.features(batch.features).to_dict()
+        of_items = None if self.item_features is None else self.item_features(batch.item_features).to_dict()
+        of_users = None if self.user_features is None else self.user_features(batch.user_features).to_dict()
+        return self.items(batch.items).values(), features, of_items, of_users
 
     @property
     def encoder(self) -> SequenceEncoder:
@@ -48,23 +50,54 @@ class SequenceModel(nn.Module):
     def task(self) -> Task:
         return self.head.task
 
+    def item_lookup(self) -> ItemLookup:
+        """Rows of items as the task compares them, by id: its boundary for those who have no batch."""
+        return ItemLookup(self.items, self.item_features, self.head.item_pooling, self.head.item_projection)
+
 
 class Head(nn.Module):
     """Everything after the lookup: looked-up rows to the task's report."""
 
-    def __init__(self, config: Config, features: tuple[Table, ...]) -> None:
+    def __init__(self, config: Config, tables: Tables) -> None:
         super().__init__()
         self.encoder = make_encoder(config.model)
         self.task = make_task(config.task, config.loss)
-        self.pooling = {table.feature: table.pooling for table in features}
+        self.pooling = {table.feature: table.pooling for table in tables.features}
+        self.item_pooling = {table.feature: table.pooling for table in tables.of_items}
+        self.user_pooling = {table.feature: table.pooling for table in tables.of_users}
+        std, dim = config.tables.init_std, config.model.dim
+        self.item_projection = _projection(tables.item_inputs, dim, std)
+        self.user_projection = _projection(tables.user_inputs, dim, std)
         self.autocast = config.train.precision == "bfloat16"
 
     def forward(
-        self, item_rows: Tensor, feature_rows: FeatureRows | None, batch: ModelInput
+        self,
+        id_rows: Tensor,
+        feature_rows: FeatureRows | None,
+        item_feature_rows: FeatureRows | None,
+        user_feature_rows: FeatureRows | None,
+        batch: ModelInput,
     ) -> tuple[Tensor, dict[str, Tensor]]:
+        item_rows = self.item_rows(id_rows, item_feature_rows, batch)
         outputs_TD = self.encode(self.event_rows(item_rows, feature_rows, batch), batch)
-        report = self.task(outputs_TD.index_select(0, batch.targets.positions), item_rows, batch.targets)
+        positions = batch.targets.positions
+        queries_PD = outputs_TD.index_select(0, positions)
+        user_rows_BD = self.user_rows(user_feature_rows, batch)
+        if user_rows_BD is not None:
+            owner = torch.bucketize(positions, batch.offsets[1:].to(positions.device), right=True)
+            queries_PD = queries_PD + user_rows_BD.index_select(0, owner)
+        report = self.task(queries_PD, item_rows, batch.targets)
         return report["loss"] * batch.loss_scale, {name: value.detach() for name, value in report.items()}
+
+    def item_rows(self, id_rows: Tensor, feature_rows: FeatureRows | None, batch: ModelInput) -> Tensor:
+        """(U, D) rows of the items: their own, and their features'."""
+        more = pooled(feature_rows, batch.item_features, self.item_pooling, batch.item_numbers, self.item_projection)
+        return id_rows if more is None else id_rows[: len(more)] + more
+
+    def user_rows(self, feature_rows: FeatureRows | None, batch: ModelInput) -> Tensor | None:
+        """(B, D) rows of the users' features, which are added to their queries."""
+        more = pooled(feature_rows, batch.user_features, self.user_pooling, batch.user_numbers, self.user_projection)
+        return None if more is None else more[: len(batch.offsets) - 1]
 
     def event_rows(self, item_rows: Tensor, feature_rows: FeatureRows | None, batch: ModelInput) -> Tensor:
         """(T, D) the item's row plus those of the features."""
@@ -87,3 +120,12 @@ class Head(nn.Module):
                 rows_TD, batch.offsets, batch.timestamps, batch.request_timestamps, validate=False
             )
         return outputs.float() if self.autocast else outputs
+
+
+def _projection(inputs: int, dim: int, std: float) -> nn.Linear | None:
+    """Numbers and vectors to rows; begins as tables do."""
+    if not inputs:
+        return None
+    projection = nn.Linear(inputs, dim, bias=False)
+    nn.init.normal_(projection.weight, std=std)
+    return projection

@@ -17,7 +17,7 @@ from fuxi_torchrec.config import Config
 from fuxi_torchrec.data.dataset import DatasetInfo
 from fuxi_torchrec.embeddings.rows import rows_at_once
 from fuxi_torchrec.embeddings.sharding import Placement, make_plan, placements, planned
-from fuxi_torchrec.embeddings.tables import ITEM_TABLE, Table, Tables, make_tables, tables_for
+from fuxi_torchrec.embeddings.tables import Table, Tables, make_tables, tables_for
 from fuxi_torchrec.tasks.registry import make_task
 from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.model import SequenceModel
@@ -25,6 +25,7 @@ from fuxi_torchrec.training.run_data import DEFAULT_EVENTS
 
 GB = 10**9
 FLOAT, INT = 4, 8
+_OF_ITEMS = "item_"  # names of the item table and of those of items' features begin so
 USABLE = 0.9  # of the memory: allocators and communication need the rest
 _LIBRARIES = {"cpu": 0.55 * GB, "cuda": 1.0 * GB}  # bytes; a CUDA context and NCCL by their usual size
 
@@ -97,7 +98,7 @@ def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False
     encoder = sum(p.numel() for p in model.head.parameters())
     events = events_of_a_rank(config, ranks)
     lookups = lookups_of_a_rank(config, tables.items.rows - 1, events)
-    bags = {table.name: lookups if table.name == ITEM_TABLE else events for table in tables.all}
+    bags = {table.name: lookups if table.name.startswith(_OF_ITEMS) else events for table in tables.all}
     held, rows = _held(parts, ranks)
     moments = 2 * held if config.optimizer.kind == "adamw" else rows
     step = _step_memory(config, tables, model, ranks, events)
@@ -134,7 +135,7 @@ def _lasting_memory(config: Config, tables: Tables, encoder: int, held: int, row
 def _step_memory(config: Config, tables: Tables, model: SequenceModel, ranks: int, events: int) -> dict[str, int]:
     """Bytes of a step in which a rank trains so many events at once."""
     dim, lookups = config.model.dim, lookups_of_a_rank(config, tables.items.rows - 1, events)
-    bags = {table.name: lookups if table.name == ITEM_TABLE else events for table in tables.all}
+    bags = {table.name: lookups if table.name.startswith(_OF_ITEMS) else events for table in tables.all}
     exchanged = sum(ranks * bags[t.name] * t.dim for t in tables.all if t.sharding == "row_wise")
     return {
         "activations": model.head.encoder.activation_bytes(events),

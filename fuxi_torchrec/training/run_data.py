@@ -15,9 +15,12 @@ from fuxi_torchrec.data.schedule import Plan
 from fuxi_torchrec.data.splits import ByTime, LeaveOneOut, Split
 from fuxi_torchrec.data.survey import survey
 from fuxi_torchrec.distributed import World, raise_on_all_ranks, share_from_rank_0
+from fuxi_torchrec.embeddings.inputs import NO_LOOKUPS, Lookups
+from fuxi_torchrec.embeddings.owned import lookup_of
 from fuxi_torchrec.embeddings.sharding import check_shardable
 from fuxi_torchrec.embeddings.tables import Tables, tables_for
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import OWNERS
 from fuxi_torchrec.tasks.base import ItemSet
 from fuxi_torchrec.tasks.registry import make_task
 from fuxi_torchrec.training.checkpoint.info import Identity
@@ -54,10 +57,11 @@ def remarks(config: Config, info: DatasetInfo) -> list[str]:
             f"batch.max_length = {longest} and model.max_positions = {positions}: positions from {longest} on are not "
             "trained and stay random; set both equal"
         )
-    unused = [feature.name for feature in info.features if feature.name not in config.features.event]
-    if unused:
-        names = ", ".join(unused)
-        found.append(f"the dataset has features that the model does not read: {names}; name them in features.event")
+    for owner in OWNERS:
+        unused = [feature.name for feature in info.features_of(owner) if feature.name not in config.features.of(owner)]
+        if unused:
+            key, names = f"features.{owner}", ", ".join(unused)
+            found.append(f"the dataset has features that the model does not read: {names}; name them in {key}")
     return found
 
 
@@ -72,6 +76,12 @@ class RunData:
     lengths: Ints  # training events of each user
     validated: Ints  # rows of the users that have a validation target
     item_set: ItemSet  # the known items as tasks see them
+    lookups: Lookups = NO_LOOKUPS  # features of items and users
+
+    @property
+    def candidates(self) -> Ints:
+        """Items that are ranked: those with a row of their own, or with features."""
+        return np.flatnonzero(self.maker.items.seen)
 
     @staticmethod
     def open(config: Config, directory: RunDirectory, world: World, resumed: bool) -> "RunData":
@@ -102,9 +112,13 @@ class RunData:
             raise DataError(
                 f"{dataset.path}: no item has {config.data.min_item_events} training events: nothing to train on"
             )
-        maker = BatchMaker(reader, split, Items(items.known, config.data.oov_rate, config.seed))
+        with raise_on_all_ranks("reading features"):
+            of_items = lookup_of(config, dataset, "item", items.known)
+            lookups = Lookups(of_items, lookup_of(config, dataset, "user"))
+        featured = None if of_items is None else of_items.table.filled
+        maker = BatchMaker(reader, split, Items(items.known, config.data.oov_rate, config.seed, featured))
         item_set = ItemSet(items.ids, np.where(items.known, target_counts, 0) if needs_target_counts else None)
-        return RunData(dataset, maker, items, tables, lengths, validated, item_set)
+        return RunData(dataset, maker, items, tables, lengths, validated, item_set, lookups)
 
     def identity(self, config: Config) -> Identity:
         return Identity(

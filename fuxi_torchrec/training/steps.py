@@ -52,7 +52,7 @@ class StepRunner:
         self._unchecked: deque[Done] = deque()  # of which the ranks do not know yet that their losses are finite
         self._checking = 0
         config, position = run.config, run.progress.position
-        maker = StepMaker(run.module.task.target_maker(run.data.item_set, config.seed), run.tables)
+        maker = StepMaker(run.module.task.target_maker(run.data.item_set, config.seed), run.tables, run.data.lookups)
         left = None if config.train.max_steps is None else config.train.max_steps - run.progress.step
         steps = itertools.islice(run.loader.converted(position, config.train.epochs, maker), left)
         self.feed = Feed(steps, run.tables.needs_equal_bags, self, position, run.loader.micro_batches)

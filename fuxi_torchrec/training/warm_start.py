@@ -8,9 +8,10 @@ import pyarrow as pa
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.distributed import World, broadcast_from_rank_0, raise_on_all_ranks
 from fuxi_torchrec.embeddings.pipeline import ShardedModel
-from fuxi_torchrec.embeddings.tables import ITEM_TABLE, table_of
+from fuxi_torchrec.embeddings.tables import ITEM_TABLE, owner_of, table_of
 from fuxi_torchrec.encoders.base import EncoderConfig
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import OWNERS
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint.info import Identity, find_checkpoint
@@ -47,7 +48,8 @@ def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:
     found, saved = {}, table_rows(path)
     for name, value in state_of(model, None).items():
         if (table := table_of(name)) is not None and name not in saved:
-            raise TrainingError(f"--init-from {other}: it has no table {table}: features.event must be the same")
+            key = f"features.{owner_of(table)}"
+            raise TrainingError(f"--init-from {other}: it has no table {table}: {key} must be the same")
         if name in saved:
             table = table_of(name) or name
             found[table] = value.size(0) - saved[name]
@@ -98,19 +100,25 @@ def _check(other: Path, found: Identity, own: Identity, dataset: Dataset, model:
 def _check_features(other: Path, found: Identity, dataset: Dataset) -> None:
     """Texts of features must have kept their rows, as far as the other run's dataset is there to tell."""
     config = RunDirectory(other).read_config()
-    names = [f.name for f in dataset.info.features if f.vocabulary and f.name in config.features.event]
+    wanted = [
+        (owner, f.name)
+        for owner in OWNERS
+        for f in dataset.info.features_of(owner)
+        if f.vocabulary and f.name in config.features.of(owner)
+    ]
+    names = [name for _, name in wanted]
     if not names or found.dataset == dataset.info.fingerprint:
         return
     try:
         theirs = Dataset.open(config.data.path)
         if theirs.info.fingerprint != found.dataset:
             raise DataError(f"{theirs.path} is not the run's dataset any more")
-        values = {name: theirs.feature_values(name) for name in names}
+        values = {(owner, name): theirs.feature_values(name, owner) for owner, name in wanted}
     except DataError as error:
         logger.warning("--init-from %s: values of %s cannot be compared: %s", other, ", ".join(names), error)
         return
-    for name, old in values.items():
-        ours = dataset.feature_values(name)
+    for (owner, name), old in values.items():
+        ours = dataset.feature_values(name, owner)
         if not ours[: len(old)].equals(old.cast(ours.type)):
             raise TrainingError(
                 f"--init-from {other}: values of the feature {name} have other indices than in {theirs.path}: "

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fuxi_torchrec.embeddings.rows import item_rows
+from fuxi_torchrec.embeddings.rows import ItemLookup
 from fuxi_torchrec.embeddings.tests.small import DIM, here, sharded_model, small_config, small_tables
 from fuxi_torchrec.evaluation import ranking
 from fuxi_torchrec.evaluation.ranking import Queries, ShardedCatalogue
@@ -48,7 +48,7 @@ def ranks_here(sharding, users, candidates, filtered, similarity="dot", integers
     before = dict(ranking._BLOCK)
     ranking._BLOCK["cpu"] = block or before["cpu"]
     try:
-        catalogue = ShardedCatalogue(model.module.items, candidates, DIM, similarity, here())
+        catalogue = ShardedCatalogue(ItemLookup(model.module.items), candidates, DIM, similarity, here())
         mine = queries_of(dist.get_rank(), users, candidates, filtered, integers)
         first, counts = catalogue.ranks(mine)
         again, _ = catalogue.ranks(mine)  # a catalogue is used many times
@@ -122,7 +122,7 @@ def rows_by_id(sharding):
     values = {t.name: table() if t.rows == ROWS else torch.zeros(t.rows, DIM) for t in tables.all}
     model, _ = sharded_model(small_config(), tables, values)
     wanted = [torch.tensor([5, 5, 89, 0]), torch.zeros(0, dtype=torch.int64)][dist.get_rank() % 2]
-    found = item_rows(model.module.items, wanted, DIM, torch.device("cpu"))
+    found = ItemLookup(model.module.items).rows(wanted, DIM, torch.device("cpu"))
     return torch.equal(found, table()[wanted]) and not found.requires_grad
 
 

@@ -80,6 +80,9 @@ class Bodies:
     append: type[BaseModel]
     forget: type[BaseModel]
     recommendations: type[BaseModel]
+    items: type[BaseModel]
+    similar: type[BaseModel]
+    similar_items: type[BaseModel]
 
 
 def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
@@ -121,21 +124,46 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
     new = _model("NewEvent", "One event of a user.", event | {"user_id": (user, ...)})
     history = (_LIST[past], Field(max_length=limits.max_events, description="sorted by time if they are not"))
     most: dict[str, Any] = {"min_length": 1, "max_length": limits.max_events}
-    answer: Fields = {
-        "user": (user | None, ...),
-        "items": (_LIST[_model("Item", "One item.", {"item_id": (item, ...), "score": (float, ...)})], ...),
-    }
+    one: Fields = {"item_id": (item, ...), "score": (float, ...)}
+    if manifest.item_file.display:
+        one["display"] = (dict[str, str | None], Field(description="what is shown of the item"))
+    items = (_LIST[_model("Item", "One item.", one)], ...)
+    answer: Fields = {"user": (user | None, ...), "items": items}
+    given = (_LIST[_new_item(recommender, item)], Field(**most))
     return Bodies(
         _model("Recommend", "Ask for a user.", question | {"user_id": user_id}),
         _model("RecommendHistory", "Ask for a history that is not stored.", question | {"events": history}),
         _model("Append", "Tell what happened.", {"events": (_LIST[new], Field(**most))}),
         _model("Forget", "Remove users.", {"user_ids": (_LIST[user], Field(**most))}),
         _model("Recommendations", "Items, best first.", answer, Recommendations),
+        _model("NewItems", "Make items recommendable by their features.", {"items": given}),
+        _model("Similar", "Ask for items similar to one.", {"item_id": (item, ...), "k": question["k"]}),
+        _model("SimilarItems", "Similar items, best first.", {"item": (item, ...), "items": items}, BaseModel),
     )
 
 
 def _model(name: str, doc: str | None, fields: Fields, base: type[BaseModel] = _Strict) -> Any:
     return create_model(name, __base__=base, __doc__=doc, **fields)
+
+
+def _new_item(recommender: Recommender, item: Any) -> Any:
+    """An item that the export does not have: its id and its features, by the names of the file's columns."""
+    manifest = recommender.manifest
+    about = {feature.name: feature for feature in manifest.item_features}
+    text = Annotated[str, Field(max_length=2048)]
+    number = Annotated[float, Field(ge=-1e30, le=1e30), BeforeValidator(lambda v: float(v) if type(v) is int else v)]
+    fields: Fields = {"item_id": (item, Field(alias=manifest.item_file.id_column or "item_id"))}
+    for count, spec in enumerate(manifest.item_file.columns):
+        kind: Any = text
+        if spec.kind in ("number", "bucket"):
+            kind = number
+        elif spec.kind == "vector":
+            width = about[spec.name].width
+            kind = Annotated[_LIST[number], Field(min_length=width, max_length=width)]
+        elif spec.kind == "id" and about[spec.name].multiple:
+            kind = text | _LIST[text]
+        fields[f"feature_{count}"] = (kind | None, Field(None, alias=spec.name))
+    return _model("NewItem", "One item.", fields)
 
 
 def _features(recommender: Recommender) -> Any:

@@ -24,6 +24,7 @@ from fuxi_torchrec.serving.http import bodies
 from fuxi_torchrec.serving.http.batching import Batcher, OverloadedError
 from fuxi_torchrec.serving.http.guard import Guard, problem
 from fuxi_torchrec.serving.http.metrics import ServiceMetrics
+from fuxi_torchrec.serving.new_items import AddedItems
 from fuxi_torchrec.serving.options import Limits
 from fuxi_torchrec.serving.recommender import Recommender
 
@@ -34,6 +35,8 @@ Answered = TypeVar("Answered")
 PROBLEMS = {
     400: "The body cannot be read",
     401: "The bearer token is missing or wrong",
+    404: "There is no such item",
+    409: "An item is there twice, with other features",
     413: "The body is too large",
     415: "The body does not come as JSON",
     422: "The body is not as described",
@@ -75,18 +78,23 @@ def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed:
     asks = [Depends(HTTPBearer(auto_error=False))] if closed else []
     refused = (401,) if closed else ()
 
-    def post(path: str, answer: Callable[[Any], Awaitable[Any]], body: type[BaseModel], result: type) -> None:
+    def post(
+        path: str, answer: Callable[[Any], Awaitable[Any]], body: type[BaseModel], result: type, *also: int
+    ) -> None:
         async def route(body: Any) -> Any:
             return await answer(body)
 
         route.__annotations__["body"], route.__name__ = body, answer.__name__
-        responses = _problems(400, 413, 415, 422, 503, *refused)
+        responses = _problems(400, 413, 415, 422, 503, *refused, *also)
         app.post(path, response_model=result, responses=responses, dependencies=[*asks, Depends(_as_json)])(route)
 
     post("/recommend", service.recommend, models.recommend, models.recommendations)
     post("/recommend-history", service.recommend_history, models.recommend_history, models.recommendations)
     post("/append", service.append, models.append, requests.Appended)
     post("/forget", service.forget, models.forget, bodies.Forgotten)
+    if service.recommender.manifest.item_features:
+        post("/items", service.add_items, models.items, AddedItems, 409)
+    post("/similar-items", service.similar_items, models.similar, models.similar_items, 404)
     app.get("/health", responses=_problems(503))(service.health)
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     responses = {**text, **_problems(*refused)}
@@ -171,6 +179,20 @@ class Service:
         count = await self._in_thread(len(body.user_ids), self.recommender.forget, body.user_ids)
         self.metrics.forgotten.inc(count)
         return bodies.Forgotten(forgotten=count)
+
+    async def add_items(self, body: Any) -> AddedItems:
+        items = [item.model_dump(by_alias=True, exclude_unset=True) for item in body.items]
+        try:
+            return await self._in_thread(len(items), self.recommender.add_items, items)
+        except ValueError as error:  # an id twice, with other features
+            raise error if isinstance(error, ExportError) else HTTPException(409, str(error)) from None
+
+    async def similar_items(self, body: Any) -> Response:
+        try:
+            answer = await self._in_thread(1, self.recommender.similar_items, body.item_id, body.k)
+        except ValueError as error:
+            raise HTTPException(404, str(error)) from None
+        return JSONResponse(answer.to_dict())
 
     async def health(self) -> bodies.Health:
         """What is served, and whether events can be appended."""

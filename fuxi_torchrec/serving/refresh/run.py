@@ -1,7 +1,5 @@
 """One refresh at work: part after part, users that did something encoded on, the others' files linked."""
 
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +43,7 @@ from fuxi_torchrec.serving.encoding import UserModel, batches
 from fuxi_torchrec.serving.forgotten import KEY as FORGOTTEN
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.refresh.new_events import NewEvents
+from fuxi_torchrec.serving.refresh.new_items import link_file
 from fuxi_torchrec.serving.refresh.summary import Summary
 
 logger = get_logger(__name__)
@@ -326,13 +325,7 @@ class RefreshRun:
         """The same file in the new export, or a copy where links cannot be made."""
         if name not in self.manifest.files:
             return
-        source, target = self.bundle.path / name, self.place / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source, target)
-        except OSError:
-            shutil.copy2(source, target)
-            sync(target)
+        link_file(self.bundle.path / name, self.place / name)
         self.files[name] = self.manifest.files[name]
 
     def _link_part(self, number: int) -> None:

@@ -31,9 +31,10 @@ def plain_name(name: str) -> str | None:
         >>> plain_name("model.head.encoder.blocks.0.in_proj")
         'encoder.blocks.0.in_proj'
     """
-    if found := re.fullmatch(r"model\.(?:items|features)\.embedding_bags\.([^.]+)\.weight", name):
+    if found := re.fullmatch(r"model\.(?:items|(?:item_|user_)?features)\.embedding_bags\.([^.]+)\.weight", name):
         return found[1]
-    return name.removeprefix("model.head.") if name.startswith("model.head.encoder.") else None
+    kept = tuple(f"model.head.{part}." for part in ("encoder", "item_projection", "user_projection"))
+    return name.removeprefix("model.head.") if name.startswith(kept) else None
 
 
 def read_plain(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:

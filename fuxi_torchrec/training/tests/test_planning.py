@@ -126,14 +126,16 @@ def test_a_validation_holds_the_catalogue_once_more_while_no_step_does():
 
 def refused(events, memory, *overrides):
     config = load_config(None, overrides)
-    info = SimpleNamespace(items=100_000, features=())
+    info = SimpleNamespace(items=100_000, features_of=lambda _: ())
     with pytest.raises(TrainingError) as caught:
         planning.check_memory(config, info, 2, events, memory)
     return str(caught.value)
 
 
 def fits(events, memory, *overrides):
-    planning.check_memory(load_config(None, overrides), SimpleNamespace(items=100_000, features=()), 2, events, memory)
+    planning.check_memory(
+        load_config(None, overrides), SimpleNamespace(items=100_000, features_of=lambda _: ()), 2, events, memory
+    )
     return True
 
 
