@@ -1,8 +1,9 @@
 """Windows: the last distinct items of a user, as of every event.
 
 Where the list of distinct items, latest first, is ``L(p − 1)`` before event p, afterwards it is p's item, then
-``L(p − 1)`` without it. So slot w + 1 takes over what slot w held at every event whose item was not found in the slots up to w, and
-keeps what it has at all others: slots are filled one after another, each for all events of all users at once.
+``L(p − 1)`` without it. So slot w + 1 takes over what slot w held at every event whose item was not found in the slots
+up to w, and keeps what it has at all others: slots are filled one after another, each for all events of all users at
+once.
 """
 
 from typing import NamedTuple

@@ -55,7 +55,7 @@ class Head(nn.Module):
     def __init__(self, config: Config, features: tuple[Table, ...]) -> None:
         super().__init__()
         self.encoder = make_encoder(config.model)
-        self.task = make_task(config.task, config.loss)
+        self.task = make_task(config.task, config.loss, config.model.dim)
         self.pooling = {table.feature: table.pooling for table in features}
         self.autocast = config.train.precision == "bfloat16"
 
