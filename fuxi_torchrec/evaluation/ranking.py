@@ -74,7 +74,8 @@ class ShardedCatalogue:
         vectors_BD = F.pad(scaled_items(everyone.vectors, self.similarity), (0, 0, 0, -users % _LEAST))
         wanted_B = F.pad(self._target_scores(vectors_BD, everyone.targets), (0, -users % _LEAST), value=torch.inf)
         added = self._added(everyone.correction, users)
-        wanted_B[:users] += added.of_targets(everyone.targets).to(wanted_B.device)
+        if everyone.correction is not None:
+            wanted_B[:users] += added.of_targets(everyone.targets).to(wanted_B.device)
         # neither the target nor what the user has seen may come before the target
         owner = torch.repeat_interleave(torch.arange(users), everyone.seen_lengths)
         owner = torch.cat([torch.arange(users), owner])

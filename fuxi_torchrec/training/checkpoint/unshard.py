@@ -33,7 +33,8 @@ def plain_name(name: str) -> str | None:
     """
     if found := re.fullmatch(r"model\.(?:items|features)\.embedding_bags\.([^.]+)\.weight", name):
         return found[1]
-    return name.removeprefix("model.head.") if name.startswith("model.head.encoder.") else None
+    own = name.startswith(("model.head.encoder.", "model.head.task."))
+    return name.removeprefix("model.head.") if own else None
 
 
 def read_plain(checkpoint: Path, prefix: str = "") -> dict[str, Tensor]:
