@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fuxi_torchrec.tasks.softmax import known_gradients, parts
 
-_GATHERED = 2**21  # elements of gathered rows at a time, about
+_GATHERED = 2**19  # elements of gathered rows at a time, about
 
 
 class Compared(NamedTuple):
