@@ -50,10 +50,10 @@ class NextItem(Task):
 
     shown_metrics = ("hr@10", "ndcg@10", "hr@50", "mrr")
 
-    def __init__(self, config: LossConfig, repeats: RepeatsConfig, dim: int) -> None:
+    def __init__(self, config: LossConfig, repeats: RepeatsConfig | None = None, dim: int = 0) -> None:
         super().__init__()
         self.config, self.sampler = config, config.sampler
-        self.repeats = RepeatBias(repeats, dim) if repeats.window else None
+        self.repeats = RepeatBias(repeats, dim) if repeats is not None and repeats.window else None
         self.needs_target_counts = self.sampler.needs_target_counts
 
     def target_maker(self, items: ItemSet, seed: int) -> TargetMaker:
