@@ -38,6 +38,21 @@ def test_losses_are_the_same_on_1_2_and_4_processes_and_as_recorded(workers, dat
     assert differ(found[1], recorded) < 1e-4  # other processors round differently
 
 
+@pytest.mark.parametrize("negatives", ["shared", "uniform", "full"])
+def test_losses_with_repeats_are_the_same_on_1_2_and_4_ranks_and_in_micro_batches(workers, data, tmp_path, negatives):
+    settings = [*data, "task.repeats.window=16", "task.repeats.periods=[86400]", f"loss.negatives={negatives}"]
+    settings += ["loss.num_negatives=32", "train.max_steps=10", "batch.truncation=windows", "batch.max_length=64"]
+    found = {n: workers(n).run(runs.run, tmp_path / f"run-{n}", settings)[0] for n in (1, 2, 4)}
+    parts = workers(1).run(runs.run, tmp_path / "parts", [*settings, "batch.max_events_per_rank=512"])[0]
+    assert len(found[1]) == 10
+    assert max(differ(found[1], each) for each in (found[2], found[4], parts)) < 1e-5
+    without = [each for each in settings if "repeats" not in each]
+    plain = workers(1).run(runs.run, tmp_path / "plain", without)[0]
+    assert differ(found[1], plain) > 1e-4  # the bias is used, and learned
+    with pytest.raises(RuntimeError, match=r"task.s weights are others there \(repeats.count, .*task.repeats"):
+        workers(1).run(runs.run, tmp_path / "warm", without, init_from=tmp_path / "run-1")
+
+
 @pytest.mark.parametrize("sharding", ["table_wise", "column_wise"])
 def test_other_shardings_give_the_same_losses(workers, data, tmp_path, sharding):
     steps = "train.max_steps=5"

@@ -14,6 +14,7 @@ from fuxi_torchrec.distributed import raise_on_all_ranks
 from fuxi_torchrec.evaluation.encoding import UserEncoder
 from fuxi_torchrec.evaluation.ranking import Queries, ShardedCatalogue
 from fuxi_torchrec.events.histories import Ints
+from fuxi_torchrec.tasks.base import Correction
 
 RequestTime = Literal["target", "last"]
 REQUEST_TIMES: tuple[RequestTime, ...] = ("target", "last")
@@ -37,8 +38,9 @@ class Ranked:
     users: int  # how many all ranks have ranked so far
 
 
-# users encoded and not yet ranked: vectors by request time, targets, lengths, and the items of their histories
-_Waiting = list[tuple[list[Tensor], Tensor, Tensor, Tensor]]
+# users encoded and not yet ranked: vectors by request time, corrections likewise, targets, lengths, and the items of
+# their histories
+_Waiting = list[tuple[list[Tensor], list[Correction | None], Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,10 @@ class HeldOut:
                 if look is not None:
                     look(whole, targets)
             times = {"target": batch.request_timestamps, "last": batch.timestamps[last]}
-            vectors = self.encoder.vectors(batch, [times[each] for each in request_times])
-            waiting.append((vectors, targets, whole.offsets.diff(), whole.items))
+            task, asked = self.encoder.module.task, [times[each] for each in request_times]
+            vectors = self.encoder.vectors(batch, asked)
+            corrections = [task.correction(batch, *each) for each in zip(vectors, asked, strict=True)]
+            waiting.append((vectors, corrections, targets, whole.offsets.diff(), whole.items))
             done += sum(len(batches[number]) for batches in partition.batches)
             if flush:
                 yield self._rank(catalogue, waiting, request_times, done)
@@ -96,11 +100,12 @@ class HeldOut:
     def _rank(
         self, catalogue: ShardedCatalogue, waiting: _Waiting, request_times: Sequence[RequestTime], users: int
     ) -> Ranked:
-        vectors_of, *rest = zip(*waiting, strict=True)
+        vectors_of, corrections_of, *rest = zip(*waiting, strict=True)
         targets, lengths, seen = (torch.cat(each) for each in rest)
         ranks, own = {}, slice(0)
-        for each, vectors in zip(request_times, zip(*vectors_of, strict=True), strict=True):
-            queries = Queries(torch.cat(vectors), targets)
+        parts = (zip(*each, strict=True) for each in (vectors_of, corrections_of))
+        for each, vectors, corrections in zip(request_times, *parts, strict=True):
+            queries = Queries(torch.cat(vectors), targets, correction=Correction.stack(corrections))
             if self.filter_seen:
                 queries.seen, queries.seen_lengths = seen, lengths
             ranks[each], counts = catalogue.ranks(queries)

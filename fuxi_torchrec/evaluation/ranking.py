@@ -16,6 +16,7 @@ from fuxi_torchrec.distributed import World, raise_on_all_ranks
 from fuxi_torchrec.embeddings.inputs import gathered
 from fuxi_torchrec.embeddings.owned import FeatureLookup
 from fuxi_torchrec.embeddings.rows import ItemLookup
+from fuxi_torchrec.tasks.base import Correction
 from fuxi_torchrec.tasks.rank_metrics import UNRANKED
 from fuxi_torchrec.tasks.softmax import Similarity, scaled_items
 
@@ -38,6 +39,7 @@ class Queries:
     seen: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     # (B,) how many of them are each user's; empty if nothing is left out
     seen_lengths: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    correction: Correction | None = None  # of some scores; None for none, on all ranks alike
 
 
 class ShardedCatalogue:
@@ -82,6 +84,9 @@ class ShardedCatalogue:
             raise ValueError("the encoder's outputs hold values that are not finite: they cannot be ranked")
         vectors_BD = F.pad(scaled_items(everyone.vectors, self.similarity), (0, 0, 0, -users % _LEAST))
         wanted_B = F.pad(self._target_scores(vectors_BD, everyone.targets), (0, -users % _LEAST), value=torch.inf)
+        added = self._added(everyone.correction, users)
+        if everyone.correction is not None:
+            wanted_B[:users] += added.of_targets(everyone.targets).to(wanted_B.device)
         # neither the target nor what the user has seen may come before the target
         owner = torch.repeat_interleave(torch.arange(users), everyone.seen_lengths)
         owner = torch.cat([torch.arange(users), owner])
@@ -91,7 +96,8 @@ class ShardedCatalogue:
         for number, begin in enumerate(range(0, users, self._users)):
             part = slice(begin, begin + self._users)
             left_out = torch.nonzero(block == number).squeeze(1)
-            found = self._better(vectors_BD[part], wanted_B[part], column[left_out], owner[left_out] - begin)
+            marks = (column[left_out], owner[left_out] - begin)
+            found = self._better(vectors_BD[part], wanted_B[part], *marks, added.within(begin, self._users))
             better[part] = found[: users - begin]
         dist.all_reduce(better)
         return torch.where(everyone.targets > 0, better + 1, UNRANKED), counts
@@ -108,7 +114,21 @@ class ShardedCatalogue:
         dist.all_reduce(scores)
         return scores.to(vectors_BD.device)
 
-    def _better(self, vectors_BD: Tensor, wanted_B: Tensor, column: Tensor, owner: Tensor) -> Tensor:
+    def _added(self, correction: Correction | None, users: int) -> "_Added":
+        """What is added to scores of items that this rank holds."""
+        if correction is None:
+            none = torch.zeros(0, dtype=torch.int64)
+            return _Added(none, none, none, torch.zeros(0), users)
+        column = self._columns(correction.ids)
+        owner, slot = torch.nonzero(column >= 0).unbind(1)
+        column = column[owner, slot]
+        values = torch.empty(len(column))
+        for part in torch.arange(len(column)).split(2**16):
+            rows, shift = self.rows_ND[column[part].to(self.rows_ND.device)], correction.shift[owner[part]]
+            values[part] = (rows * shift.to(rows.device)).sum(1).cpu()
+        return _Added(owner, column, correction.ids[owner, slot], values + correction.bias[owner, slot], users)
+
+    def _better(self, vectors_BD: Tensor, wanted_B: Tensor, column: Tensor, owner: Tensor, added: "_Added") -> Tensor:
         """(B,) candidates of this rank that beat the targets; each ``column`` does not count for its ``owner``."""
         count, vectors_DB = wanted_B.new_zeros(len(wanted_B), dtype=torch.float64), vectors_BD.t().contiguous()
         buffer = vectors_BD.new_empty(self._items, len(wanted_B))
@@ -119,6 +139,10 @@ class ShardedCatalogue:
         for number, begin in enumerate(begins):
             rows = self.rows_ND[begin : begin + self._items]
             scores = torch.mm(rows, vectors_DB, out=buffer[: len(rows)])[: len(self.ids) - begin]
+            more = (added.column >= begin) & (added.column < begin + self._items)
+            if more.any():
+                where = (added.column[more] - begin).to(scores.device), added.owner[more].to(scores.device)
+                scores.index_put_(where, scores[where] + added.values[more].to(scores.device))
             some = slice(bounds[number], bounds[number + 1])
             if some.stop > some.start:
                 where = (column[some] - begin).to(scores.device), owner[some].to(scores.device)
@@ -134,13 +158,43 @@ class ShardedCatalogue:
         return torch.where(self.ids[place] == ids, place, -1)
 
 
+@dataclass(frozen=True)
+class _Added:
+    """What is added to scores: each pair of a user and an item once, and the same sum wherever it is needed."""
+
+    owner: Tensor  # (n,) users, in order
+    column: Tensor  # (n,) of the items
+    ids: Tensor  # (n,)
+    values: Tensor  # (n,) float32
+    users: int
+
+    def within(self, begin: int, count: int) -> "_Added":
+        """Of some users, counted from ``begin``."""
+        first, end = torch.searchsorted(self.owner, torch.tensor([begin, begin + count])).tolist()
+        part = slice(first, end)
+        return _Added(self.owner[part] - begin, self.column[part], self.ids[part], self.values[part], count)
+
+    def of_targets(self, targets: Tensor) -> Tensor:
+        """(B,) what is added to the scores of the users' targets: a collective."""
+        own = self.ids == targets[self.owner]
+        found = torch.zeros(self.users)
+        found[self.owner[own]] = self.values[own]
+        dist.all_reduce(found)
+        return found
+
+
 def _gather_queries(queries: Queries, world: World) -> tuple[Queries, Tensor]:
     """All ranks' queries, in the order of the ranks, and how many each rank has."""
     lengths = F.pad(queries.seen_lengths, (0, len(queries.targets) - len(queries.seen_lengths)))
     users, seen = gathered(torch.tensor([len(queries.targets), len(queries.seen)])).unbind(1)
     vectors = _gather(queries.vectors.float().cpu(), users.tolist()).to(world.device)
     meta = _gather(torch.stack([queries.targets, lengths], 1), users.tolist())
-    return Queries(vectors, meta[:, 0].contiguous(), _gather(queries.seen, seen.tolist()), meta[:, 1]), users
+    correction = queries.correction
+    if correction is not None:
+        parts = (correction.ids, correction.bias.float().cpu(), correction.shift.float().cpu())
+        correction = Correction(*(_gather(part, users.tolist()) for part in parts))
+    seen_items = _gather(queries.seen, seen.tolist())
+    return Queries(vectors, meta[:, 0].contiguous(), seen_items, meta[:, 1], correction), users
 
 
 def _gather(mine: Tensor, counts: Sequence[int]) -> Tensor:

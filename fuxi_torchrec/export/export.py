@@ -93,6 +93,11 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
     options, output = options or ExportOptions(), Path(output)
     with raise_on_all_ranks("preparing the export"):
         NewDirectory(output).check()
+        if run.config.task.repeats.window:
+            raise ExportError(
+                f"{run.directory.path}: trained with task.repeats.window = {run.config.task.repeats.window}: an export "
+                "does not hold users' windows, and would answer otherwise than the model; train with window 0 to export"
+            )
         as_of = choose_as_of(run, options)
         if run.config.features.user:
             raise ExportError(

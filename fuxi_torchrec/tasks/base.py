@@ -1,6 +1,7 @@
 """What a task is: which targets a batch has, the loss on looked-up rows, the metrics, what an export must say."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
@@ -16,19 +17,25 @@ class Events(Protocol):
     """What a task sees of a micro-batch, on the host: T events of B sequences, one after another.
 
     Attributes:
+        items: (T,) of the events, 0 if it is unknown.
         targets: (T,) the item after each event, 0 if it is unknown.
         target_weights: (T,) float32, 0 where nothing is to be predicted.
         timestamps: (T,) int64.
+        request_timestamps: (B,) int64, the time of the event after each sequence's last.
         offsets: (B + 1,) int64.
         users: (B,) rows of the users in the dataset.
     """
 
+    @property
+    def items(self) -> Tensor: ...
     @property
     def targets(self) -> Tensor: ...
     @property
     def target_weights(self) -> Tensor: ...
     @property
     def timestamps(self) -> Tensor: ...
+    @property
+    def request_timestamps(self) -> Tensor: ...
     @property
     def offsets(self) -> Tensor: ...
     @property
@@ -91,6 +98,26 @@ class Metrics(Protocol):
         """By name."""
 
 
+@dataclass(frozen=True)
+class Correction:
+    """Of the scores of some items of B users: ``<q + shift, e> + bias`` in place of ``<q, e>``.
+
+    Queries and items are as similarities compare them, before anything is divided by the temperature.
+    """
+
+    ids: Tensor  # (B, W) distinct items; 0 for empty slots
+    bias: Tensor  # (B, W)
+    shift: Tensor  # (B, D)
+
+    @staticmethod
+    def stack(several: "Sequence[Correction | None]") -> "Correction | None":
+        """Users of several, one after another; None if any is."""
+        there = [each for each in several if each is not None]
+        if len(there) < len(several):
+            return None
+        return Correction(*(torch.cat([getattr(each, name) for each in there]) for name in ("ids", "bias", "shift")))
+
+
 class Task(nn.Module, ABC):
     """From the encoder's outputs to losses and metrics. A new one is a file here and a line in the registry."""
 
@@ -122,6 +149,10 @@ class Task(nn.Module, ABC):
     @abstractmethod
     def loss_elements(self, lookups: int, events: int, dim: int) -> int:
         """Elements of the loss's buffers, about: for planning."""
+
+    def correction(self, events: Events, outputs_BD: Tensor, request_times: Tensor) -> Correction | None:
+        """What a ranking adds to similarities of users after ``events``, asked at these times; None for nothing."""
+        return None
 
     @abstractmethod
     def exported(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The next item: a softmax over its score and those of candidates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -9,10 +9,13 @@ from torch import Tensor
 
 from fuxi_torchrec.encoders.base import setting
 from fuxi_torchrec.options import check_bounds
-from fuxi_torchrec.tasks.base import Events, ItemSet, Metrics, TargetMaker, Targets, Task
+from fuxi_torchrec.tasks.base import Correction, Events, ItemSet, Metrics, TargetMaker, Targets, Task
 from fuxi_torchrec.tasks.rank_metrics import RankMetrics
+from fuxi_torchrec.tasks.repeat_softmax import Compared, repeat_softmax
+from fuxi_torchrec.tasks.repeats import Entries, RepeatBias, RepeatsConfig
 from fuxi_torchrec.tasks.samplers import SAMPLERS, Candidates, Draw, Sampler
 from fuxi_torchrec.tasks.softmax import LOGITS, candidate_softmax, position_softmax, scaled_items, scaled_queries
+from fuxi_torchrec.tasks.windows import find_windows
 
 if TYPE_CHECKING:
     Negatives = str
@@ -47,19 +50,23 @@ class NextItem(Task):
 
     shown_metrics = ("hr@10", "ndcg@10", "hr@50", "mrr")
 
-    def __init__(self, config: LossConfig) -> None:
+    def __init__(self, config: LossConfig, repeats: RepeatsConfig | None = None, dim: int = 0) -> None:
         super().__init__()
         self.config, self.sampler = config, config.sampler
+        self.repeats = RepeatBias(repeats, dim) if repeats is not None and repeats.window else None
         self.needs_target_counts = self.sampler.needs_target_counts
 
     def target_maker(self, items: ItemSet, seed: int) -> TargetMaker:
-        return NextItemTargets(self.sampler, self.config.weighting, items, seed)
+        window = 0 if self.repeats is None else self.repeats.config.window
+        return NextItemTargets(self.sampler, self.config.weighting, items, seed, window)
 
     def forward(self, outputs_PD: Tensor, item_rows_UD: Tensor, targets: Targets) -> dict[str, Tensor]:
         similarity, items, constants = self.config.similarity, targets.items, targets.constants
         queries_PD = scaled_queries(outputs_PD, similarity, self.config.temperature)
         rows_UD = scaled_items(item_rows_UD, similarity)
-        if items["candidates"].ndim == 2:
+        if self.repeats is not None:
+            loss = self._with_repeats(self.repeats, scaled_items(outputs_PD, similarity), rows_UD, targets)
+        elif items["candidates"].ndim == 2:
             loss = position_softmax(queries_PD, items["targets"], rows_UD, items["candidates"], targets.weights)
         else:
             loss = candidate_softmax(
@@ -72,6 +79,22 @@ class NextItem(Task):
             )
         return {"loss": loss}
 
+    def _with_repeats(self, repeats: RepeatBias, y_PD: Tensor, rows_UD: Tensor, targets: Targets) -> Tensor:
+        items, constants = targets.items, targets.constants
+        last_PW, drawn = constants["window"].long(), items["candidates"]
+        about = (constants[name] for name in ("window_counts", "window_times", "window_request_times"))
+        entries = Entries.of(last_PW, targets.positions, *about)
+        rows_PW = items["inputs"].index_select(0, last_PW.clamp(min=0).flatten()).view(last_PW.shape)
+        none = drawn.new_zeros(0 if drawn.ndim == 2 else (len(y_PD), 0))
+        compared = Compared(
+            items["targets"],
+            torch.where(entries.there, rows_PW, -1),
+            *((none, None, drawn) if drawn.ndim == 2 else (drawn, constants.get("log_weights"), none)),
+        )
+        queries_PD = y_PD / self.config.temperature
+        shifted_PD = queries_PD + repeats.shift(y_PD)
+        return repeat_softmax(queries_PD, shifted_PD, rows_UD, repeats(y_PD, entries), compared, targets.weights)
+
     def metrics(self) -> Metrics:
         return RankMetrics()
 
@@ -81,7 +104,22 @@ class NextItem(Task):
     def loss_elements(self, lookups: int, events: int, dim: int) -> int:
         """Of the logits, or of the candidates' rows where those are more."""
         candidates = self.config.num_negatives if self.sampler.per_position else lookups - events
-        return max(LOGITS, dim * candidates)
+        window = 0 if self.repeats is None else 16 * events * self.repeats.config.window  # int64 and float32, kept
+        return max(LOGITS, dim * candidates) + window
+
+    def correction(self, events: Events, outputs_BD: Tensor, request_times: Tensor) -> Correction | None:
+        """The bias of each user's window; every user has events."""
+        if self.repeats is None:
+            return None
+        last = events.offsets[1:] - 1
+        items, offsets = events.items.numpy(), events.offsets.numpy()
+        found = find_windows(items, offsets, self.repeats.config.window, last.numpy())
+        windows = torch.from_numpy(np.ascontiguousarray(found.last))
+        entries = Entries.of(windows, last, torch.from_numpy(found.counts), events.timestamps, request_times.cpu())
+        ids = torch.where(entries.there, events.items[windows], 0)
+        y_BD, temperature = scaled_items(outputs_BD, self.config.similarity), self.config.temperature
+        bias, shift = self.repeats(y_BD, entries.to(y_BD.device)), self.repeats.shift(y_BD)
+        return Correction(ids, temperature * bias, temperature * shift)
 
     def exported(self) -> dict[str, Any]:
         return {"similarity": self.config.similarity, "temperature": self.config.temperature}
@@ -95,12 +133,14 @@ class NextItemTargets:
     weighting: Weighting
     items: ItemSet
     seed: int
+    window: int = 0  # distinct items before each target that it is told of
 
     def __call__(self, epoch: int, step: int, events: Events) -> Targets:
         weights = sequence_weights(events, self.weighting)
         positions = torch.nonzero(weights > 0).squeeze(1)
         found = self.sampler.draw(self.items, Draw(self.seed, epoch, step, events, positions))
-        return compared(events, positions, weights[positions], found)
+        targets = compared(events, positions, weights[positions], found)
+        return with_windows(targets, events, self.window) if self.window else targets
 
 
 def compared(events: Events, positions: Tensor, weights: Tensor, candidates: Candidates) -> Targets:
@@ -115,6 +155,26 @@ def compared(events: Events, positions: Tensor, weights: Tensor, candidates: Can
         own = pool[place] == targets.numpy() if len(pool) else np.zeros(len(place), bool)
         constants["target_column"] = torch.from_numpy(np.where(own, place, -1))
     return Targets(positions, weights, items, constants)
+
+
+def with_windows(targets: Targets, events: Events, width: int) -> Targets:
+    """With the last distinct items before each target, from the same events that the encoder reads."""
+    found = find_windows(events.items.numpy(), events.offsets.numpy(), width, targets.positions.numpy())
+    constants = {
+        "window": torch.from_numpy(np.ascontiguousarray(found.last, np.int32)),
+        "window_counts": torch.from_numpy(found.counts),
+        "window_times": events.timestamps,
+        "window_request_times": request_times(events)[targets.positions],
+    }
+    return replace(targets, items=targets.items | {"inputs": events.items}, constants=targets.constants | constants)
+
+
+def request_times(events: Events) -> Tensor:
+    """(T,) when each event's output is asked for: at the time of the event after it."""
+    times = events.timestamps.roll(-1)
+    some = events.offsets.diff() > 0
+    times[events.offsets[1:][some] - 1] = events.request_timestamps[some]
+    return times
 
 
 def sequence_weights(events: Events, weighting: Weighting) -> Tensor:

@@ -50,7 +50,7 @@ def candidate_softmax(
         weights_P: of the positions; a constant.
     """
     inputs = (queries_PD, targets_PD, candidates_MD)
-    return _with_gradients(_candidate_softmax, inputs, log_weights_M, target_column_P, weights_P)
+    return known_gradients(_candidate_softmax, inputs, log_weights_M, target_column_P, weights_P)
 
 
 def position_softmax(
@@ -66,7 +66,7 @@ def position_softmax(
         weights_P: of the positions; a constant.
     """
     inputs = (queries_PD, rows_UD)
-    return _with_gradients(_position_softmax, inputs, target_rows_P, candidate_rows_PK, weights_P)
+    return known_gradients(_position_softmax, inputs, target_rows_P, candidate_rows_PK, weights_P)
 
 
 def _candidate_softmax(
@@ -85,7 +85,7 @@ def _candidate_softmax(
     buffer = queries_PD.new_empty(min(size, P), M + 1)
     nll_P = queries_PD.new_empty(P)
     dq_PD, dt_PD, dc_MD = torch.empty_like(queries_PD), torch.empty_like(targets_PD), torch.zeros_like(candidates_MD)
-    for part in _parts(P, size):
+    for part in parts(P, size):
         q_CD, t_CD, weight_C1 = queries_PD[part], targets_PD[part], weights_P[part, None]
         logits_CN = buffer[: len(q_CD)]
         torch.addmm(bias_M, q_CD, candidates_MD.T, out=logits_CN[:, :M])
@@ -117,7 +117,7 @@ def _position_softmax(
     buffer = queries_PD.new_empty(min(size, P) * N, D)
     nll_P = queries_PD.new_empty(P)
     dq_PD, du_UD = torch.empty_like(queries_PD), torch.zeros_like(rows_UD)
-    for part in _parts(P, size):
+    for part in parts(P, size):
         q_C1D, weight_C = queries_PD[part, None], weights_P[part]
         own_C1, others_CK = target_rows_P[part, None], candidate_rows_PK[part]
         index = torch.cat((others_CK, own_C1), 1).flatten()
@@ -143,13 +143,15 @@ def _exponentials(logits_CN: Tensor) -> tuple[Tensor, Tensor]:
     return sum_C1.squeeze(1).log() - target_C, sum_C1
 
 
-def _parts(count: int, size: int) -> Iterator[slice]:
+def parts(count: int, size: int) -> Iterator[slice]:
+    """Of so many positions, ``size`` at a time."""
     return (slice(begin, begin + size) for begin in range(0, count, size))
 
 
-def _with_gradients(
+def known_gradients(
     compute: Callable[..., tuple[Tensor, tuple[Tensor, ...]]], inputs: tuple[Tensor, ...], *constants: Tensor | None
 ) -> Tensor:
+    """A loss that computes its gradients by the inputs itself, if they are wanted."""
     wanted = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     with torch.no_grad(), torch.autocast(inputs[0].device.type, enabled=False):
         loss, gradients = compute(*(at_least_float32(x) for x in inputs), *constants, wanted)

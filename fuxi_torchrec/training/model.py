@@ -61,7 +61,7 @@ class Head(nn.Module):
     def __init__(self, config: Config, tables: Tables) -> None:
         super().__init__()
         self.encoder = make_encoder(config.model)
-        self.task = make_task(config.task, config.loss)
+        self.task = make_task(config.task, config.loss, config.model.dim)
         self.pooling = {table.feature: table.pooling for table in tables.features}
         self.item_pooling = {table.feature: table.pooling for table in tables.of_items}
         self.user_pooling = {table.feature: table.pooling for table in tables.of_users}

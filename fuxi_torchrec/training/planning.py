@@ -83,7 +83,9 @@ def events_of_a_rank(config: Config, ranks: int) -> int:
 def lookups_of_a_rank(config: Config, items: int, events: int) -> int:
     """Distinct items that a rank looks up, at most: inputs and targets are the same but one a sequence."""
     sequences = -(-events // config.batch.max_length)
-    return min(items + 1, events + sequences + make_task(config.task, config.loss).lookups(events, items))
+    return min(
+        items + 1, events + sequences + make_task(config.task, config.loss, config.model.dim).lookups(events, items)
+    )
 
 
 def estimate(config: Config, tables: Tables, cluster: Cluster, cap: bool = False) -> Estimate:

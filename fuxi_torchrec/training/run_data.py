@@ -96,7 +96,7 @@ class RunData:
             if resumed and directory.has_items():
                 items = _read_items(directory, dataset)
             check_shardable(tables, config.optimizer, world.size)
-        needs_target_counts = make_task(config.task, config.loss).needs_target_counts
+        needs_target_counts = make_task(config.task, config.loss, config.model.dim).needs_target_counts
 
         def count() -> dict[str, Tensor]:
             # a run that leaves bad users out must leave out the same ones whenever it is started

@@ -15,11 +15,14 @@ from fuxi_torchrec.events.features import OWNERS
 from fuxi_torchrec.events.vocabulary import Vocabulary
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.training.checkpoint.info import Identity, find_checkpoint
+from fuxi_torchrec.training.checkpoint.reader import CheckpointReader
 from fuxi_torchrec.training.checkpoint.store import Checkpoints, state_of, table_rows
 from fuxi_torchrec.training.errors import TrainingError
 from fuxi_torchrec.training.run_directory import RunDirectory
 
 logger = get_logger(__name__)
+
+_TASK = "model.head.task."
 
 
 def warm_start(other: Path, model: ShardedModel, own: Identity, dataset: Dataset, world: World) -> None:
@@ -34,6 +37,7 @@ def warm_start(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
     with raise_on_all_ranks(f"comparing {other} with this run"):
         _check(other, found, own, dataset, model.module.encoder.config)
         _check_features(other, found, dataset)
+        _check_task(other, path, model)
         new = _new_rows(other, path, model)
     checkpoints.load(path, model, None, grown=True)
     more = own.items - found.items
@@ -41,6 +45,20 @@ def warm_start(other: Path, model: ShardedModel, own: Identity, dataset: Dataset
     for name, rows in new.items():
         if rows and name != ITEM_TABLE:
             logger.info("%s: %d new rows initialised", name, rows)
+
+
+def _check_task(other: Path, path: Path, model: ShardedModel) -> None:
+    """The task's own weights must be there, and of the same shapes."""
+    theirs = {n: tuple(about.size) for n, about in CheckpointReader(path).tensors().items() if n.startswith(_TASK)}
+    ours = {n: tuple(value.shape) for n, value in state_of(model, None).items() if n.startswith(_TASK)}
+    if theirs != ours:
+        names = ", ".join(
+            sorted(n.removeprefix(_TASK) for n in theirs.keys() | ours.keys() if theirs.get(n) != ours.get(n))
+        )
+        raise TrainingError(
+            f"--init-from {other}: the task's weights are others there ({names}): take that run's task.repeats, or "
+            "train from the beginning"
+        )
 
 
 def _new_rows(other: Path, path: Path, model: ShardedModel) -> dict[str, int]:

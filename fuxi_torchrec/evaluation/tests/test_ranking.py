@@ -11,6 +11,7 @@ from fuxi_torchrec.embeddings.rows import ItemLookup
 from fuxi_torchrec.embeddings.tests.small import DIM, here, sharded_model, small_config, small_tables
 from fuxi_torchrec.evaluation import ranking
 from fuxi_torchrec.evaluation.ranking import Queries, ShardedCatalogue
+from fuxi_torchrec.tasks.base import Correction
 from fuxi_torchrec.tasks.rank_metrics import CUTS, UNRANKED, RankMetrics
 
 ROWS = 90
@@ -25,7 +26,20 @@ def table(integers=True):
     return torch.randn(ROWS, DIM, generator=generator)
 
 
-def queries_of(rank, users, candidates, filtered, integers=True):
+def corrected(queries, draw, integers):
+    """Queries with windows: empty slots, unknown items, the target in some, biases of both signs."""
+    count, width = len(queries.targets), 6
+    ids = np.stack([draw.permutation(ROWS)[:width] for _ in range(count)]) if count else np.zeros((0, width), int)
+    ids[draw.random(ids.shape) < 0.2] = 0
+    own = (draw.random(count) < 0.5) & (ids != queries.targets.numpy()[:, None]).all(1)
+    ids[own, 0] = queries.targets.numpy()[own]
+    sizes = (count, width), (count, DIM)
+    values = [draw.integers(-2, 3, size) if integers else draw.normal(size=size) for size in sizes]
+    queries.correction = Correction(torch.from_numpy(ids), *(torch.from_numpy(each).float() for each in values))
+    return queries
+
+
+def queries_of(rank, users, candidates, filtered, integers=True, windows=False):
     draw = np.random.default_rng([5, rank])
     count = users[rank]
     vectors = draw.integers(-1, 2, (count, DIM)) if integers else draw.normal(size=(count, DIM))
@@ -38,10 +52,10 @@ def queries_of(rank, users, candidates, filtered, integers=True):
     found = Queries(torch.from_numpy(vectors).float(), torch.from_numpy(targets))
     if filtered:
         found.seen, found.seen_lengths = torch.from_numpy(seen), torch.from_numpy(lengths)
-    return found
+    return corrected(found, draw, integers) if windows else found
 
 
-def ranks_here(sharding, users, candidates, filtered, similarity="dot", integers=True, block=None):
+def ranks_here(sharding, users, candidates, filtered, similarity="dot", integers=True, block=None, windows=False):
     tables = small_tables(sharding, rows=(ROWS, 7, 11))
     values = {t.name: table(integers) if t.rows == ROWS else torch.zeros(t.rows, DIM) for t in tables.all}
     model, _ = sharded_model(small_config(), tables, values)
@@ -49,7 +63,7 @@ def ranks_here(sharding, users, candidates, filtered, similarity="dot", integers
     ranking._BLOCK["cpu"] = block or before["cpu"]
     try:
         catalogue = ShardedCatalogue(ItemLookup(model.module.items), candidates, DIM, similarity, here())
-        mine = queries_of(dist.get_rank(), users, candidates, filtered, integers)
+        mine = queries_of(dist.get_rank(), users, candidates, filtered, integers, windows)
         first, counts = catalogue.ranks(mine)
         again, _ = catalogue.ranks(mine)  # a catalogue is used many times
         assert torch.equal(first, again)
@@ -58,20 +72,23 @@ def ranks_here(sharding, users, candidates, filtered, similarity="dot", integers
     return first.tolist(), counts.tolist(), catalogue.ids.tolist()
 
 
-def counted(world, users, candidates, filtered, similarity="dot", integers=True):
+def counted(world, users, candidates, filtered, similarity="dot", integers=True, windows=False):
     """One user and one candidate after another."""
     rows = table(integers).double()
     found = []
     for rank in range(world):
-        queries = queries_of(rank, users, candidates, filtered, integers)
+        queries = queries_of(rank, users, candidates, filtered, integers, windows)
         seen = torch.split(queries.seen, queries.seen_lengths.tolist() if filtered else [0] * users[rank])
-        for vector, target, mine in zip(queries.vectors.double(), queries.targets.tolist(), seen, strict=True):
+        each = zip(queries.vectors.double(), queries.targets.tolist(), seen, strict=True)
+        for user, (vector, target, mine) in enumerate(each):
             if target == 0:
                 found.append(UNRANKED)
                 continue
-            score = rows @ vector
-            if similarity == "cosine":
-                score = score / rows.norm(dim=1)
+            vectors = rows / rows.norm(dim=1, keepdim=True) if similarity == "cosine" else rows
+            score = vectors @ (vector / vector.norm() if similarity == "cosine" else vector)
+            if windows:
+                ids = queries.correction.ids[user]
+                score[ids] += vectors[ids] @ queries.correction.shift[user].double() + queries.correction.bias[user]
             others = [c for c in candidates.tolist() if c != target and c not in mine.tolist()]
             found.append(1 + sum(bool(score[c] > score[target]) for c in others))
     return found
@@ -106,6 +123,20 @@ def test_ranks_do_not_depend_on_the_sharding(workers, sharding):
         for ranks, *_ in workers(2).run(
             ranks_here, sharding, USERS["uneven"], candidates, True, similarity, integers=False
         ):
+            assert ranks == expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_corrected_scores_rank_as_counted(workers, world):
+    every = torch.arange(1, ROWS)
+    for candidates, filtered, block in ((every, False, None), (every[::2], True, (16, 7)), (every[:3], False, None)):
+        setup = (USERS["uneven"], candidates, filtered)
+        expected = counted(world, *setup, windows=True)
+        assert expected != counted(world, *setup) or len(candidates) == 3
+        for ranks, *_ in workers(world).run(ranks_here, "row_wise", *setup, block=block, windows=True):
+            assert ranks == expected
+        expected = counted(world, *setup, "cosine", integers=False, windows=True)
+        for ranks, *_ in workers(world).run(ranks_here, "row_wise", *setup, "cosine", False, block, True):
             assert ranks == expected
 
 

@@ -33,7 +33,7 @@ def plain_name(name: str) -> str | None:
     """
     if found := re.fullmatch(r"model\.(?:items|(?:item_|user_)?features)\.embedding_bags\.([^.]+)\.weight", name):
         return found[1]
-    kept = tuple(f"model.head.{part}." for part in ("encoder", "item_projection", "user_projection"))
+    kept = tuple(f"model.head.{part}." for part in ("encoder", "task", "item_projection", "user_projection"))
     return name.removeprefix("model.head.") if name.startswith(kept) else None
 
 

@@ -1,0 +1,53 @@
+"""Windows against a plain list of each user's items."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fuxi_torchrec.tasks.windows import find_windows
+
+
+def oracle(histories, width):
+    """Of every event: the last distinct items as (event, how often the item has occurred so far), latest first."""
+    found, base = [], 0
+    for history in histories:
+        for place in range(len(history)):
+            latest = {}
+            for event, item in enumerate(history[: place + 1]):
+                latest.pop(item, None)
+                if item > 0:
+                    latest[item] = base + event
+            entries = [(event, history[: place + 1].count(item)) for item, event in latest.items()]
+            found.append(entries[::-1][:width])
+        base += len(history)
+    return found
+
+
+HISTORIES = st.lists(st.lists(st.integers(0, 6), max_size=14), max_size=6)
+
+
+@given(HISTORIES, st.integers(1, 9))
+def test_windows_are_those_of_the_definition(histories, width):
+    items = np.array([item for history in histories for item in history], np.int64)
+    offsets = np.cumsum([0, *map(len, histories)])
+    last, counts = find_windows(items, offsets, width)
+    assert last.shape == (len(items), width)
+    got = [[(event, counts[event]) for event in row if event >= 0] for row in last.tolist()]
+    assert got == oracle(histories, width)
+    assert all((np.diff((row >= 0).astype(int)) <= 0).all() for row in last)  # empty slots come last
+
+
+@given(HISTORIES, st.randoms(use_true_random=False))
+def test_windows_of_some_positions_are_rows_of_all(histories, random):
+    items = np.array([item for history in histories for item in history], np.int64)
+    offsets = np.cumsum([0, *map(len, histories)])
+    chosen = np.array(random.sample(range(len(items)), len(items) // 2), np.int64)
+    every = find_windows(items, offsets, 4)
+    some = find_windows(items, offsets, 4, chosen)
+    np.testing.assert_array_equal(some.last, every.last[chosen])
+
+
+def test_a_long_history_of_one_item_has_a_window_of_one():
+    last, counts = find_windows(np.full(5000, 3), np.array([0, 0, 5000, 5000]), 8)
+    np.testing.assert_array_equal(last[:, 0], np.arange(5000))
+    assert (last[:, 1:] == -1).all() and counts[-1] == 5000

@@ -1,0 +1,75 @@
+"""Windows: the last distinct items of a user, as of every event.
+
+Where the list of distinct items, latest first, is ``L(p − 1)`` before event p, afterwards it is p's item, then
+``L(p − 1)`` without it. So slot w + 1 takes over what slot w held at every event whose item was not found in the slots
+up to w, and keeps what it has at all others: slots are filled one after another, each for all events of all users at
+once.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class Windows(NamedTuple):
+    """Of T events of several users, one user after another.
+
+    Attributes:
+        last: (P, W) the events at which the last W distinct items last occurred, latest first; −1 where there are no
+            more. The event itself counts, and events of unknown items do not.
+        counts: (T,) how often the event's item has occurred, up to and with it.
+    """
+
+    last: Ints
+    counts: Ints
+
+
+def find_windows(items: Ints, offsets: Ints, width: int, positions: Ints | None = None) -> Windows:
+    """The windows of some positions, or of all events, from what precedes them in ``items``.
+
+    Args:
+        items: (T,) dense indices; 0 is unknown.
+        offsets: (B + 1,) where each user begins.
+        positions: (P,) events in any order; None for all.
+
+    Example:
+        >>> found = find_windows(np.array([7, 5, 7, 0, 9]), np.array([0, 5]), width=2)
+        >>> found.last.tolist()
+        [[0, -1], [1, 0], [2, 1], [2, 1], [4, 2]]
+        >>> found.counts.tolist()
+        [1, 1, 2, 1, 1]
+    """
+    events = np.arange(len(items), dtype=np.int64)
+    positions = events if positions is None else positions
+    first = np.repeat(offsets[:-1], np.diff(offsets)).astype(np.int64)
+    previous, counts = _occurrences(items, first)
+    last = np.full((width, len(positions)), -1, np.int64)
+    # what is before a user's first event stands for an empty slot: within a slot events never go back
+    empty, known = first - 1, items > 0
+    slot = np.maximum.accumulate(np.where(known, events, empty))
+    moves, before = known & (events != first), np.empty_like(slot)
+    for number in range(width):
+        filled = slot[positions]
+        there = filled >= first[positions]
+        if not there.any():
+            break
+        last[number] = np.where(there, filled, -1)
+        before[1:] = slot[:-1]
+        moves &= before != previous
+        slot = np.maximum.accumulate(np.where(moves, before, empty))
+    return Windows(last.T, counts)
+
+
+def _occurrences(items: Ints, first: Ints) -> tuple[Ints, Ints]:
+    """(T,) the event at which the same user had the item before, −2 if never; and which occurrence each event is."""
+    order = np.lexsort((items, first))
+    same = np.zeros(len(items), bool)
+    same[1:] = (items[order[1:]] == items[order[:-1]]) & (first[order[1:]] == first[order[:-1]])
+    previous, counts = np.full(len(items), -2, np.int64), np.empty(len(items), np.int64)
+    previous[order[1:][same[1:]]] = order[:-1][same[1:]]
+    place = np.arange(len(items))
+    counts[order] = place - np.maximum.accumulate(np.where(same, 0, place)) + 1
+    return previous, counts
