@@ -64,12 +64,15 @@ def bucket(value):
 def biases(task, y, history, times, request, table):
     """Of each item of the window, by item: tables of when and how often, y, and y·A·e."""
     bias, found = task.repeats, {}
-    latest = sorted({item for item in history if item}, key=lambda j: -max(n for n, i in enumerate(history) if i == j))
-    for slot, item in enumerate(latest[: bias.config.window]):
-        last = max(n for n, i in enumerate(history) if i == item)
+    window = {}  # of item: its last event and how often it has occurred since it came into the window, latest last
+    for place, item in enumerate(history):
+        if item:
+            window[item] = (place, window.pop(item, (0, 0))[1] + 1)
+            window = dict(list(window.items())[-bias.config.window :])
+    for slot, (item, (last, count)) in enumerate(reversed(window.items())):
         since = max(0, request - times[last])
         value = bias.events_ago[bucket(len(history) - 1 - last)] + bias.items_ago[bucket(slot)]
-        value = value + bias.count[bucket(history.count(item))] + bias.since[bucket(since)] + y @ bias.repeat
+        value = value + bias.count[bucket(count)] + bias.since[bucket(since)] + y @ bias.repeat
         for n, period in enumerate(bias.config.periods):
             value = value + bias.phase[n * PHASES + math.floor(since % period / period * PHASES)]
         found[item] = value + y @ bias.left @ bias.right @ table[item]

@@ -8,17 +8,18 @@ from fuxi_torchrec.tasks.windows import find_windows
 
 
 def oracle(histories, width):
-    """Of every event: the last distinct items as (event, how often the item has occurred so far), latest first."""
+    """Of every event: the last distinct items as (event, how often the item has occurred since it came into the
+    window), latest first.
+    """
     found, base = [], 0
     for history in histories:
-        for place in range(len(history)):
-            latest = {}
-            for event, item in enumerate(history[: place + 1]):
-                latest.pop(item, None)
-                if item > 0:
-                    latest[item] = base + event
-            entries = [(event, history[: place + 1].count(item)) for item, event in latest.items()]
-            found.append(entries[::-1][:width])
+        window = []  # of [item, event, count], latest first
+        for place, item in enumerate(history):
+            if item > 0:
+                count = sum(entry[2] for entry in window if entry[0] == item)
+                others = [entry for entry in window if entry[0] != item]
+                window = [[item, base + place, count + 1], *others][:width]
+            found.append([(event, count) for _, event, count in window])
         base += len(history)
     return found
 
@@ -45,6 +46,8 @@ def test_windows_of_some_positions_are_rows_of_all(histories, random):
     every = find_windows(items, offsets, 4)
     some = find_windows(items, offsets, 4, chosen)
     np.testing.assert_array_equal(some.last, every.last[chosen])
+    events = some.last[some.last >= 0]
+    np.testing.assert_array_equal(some.counts[events], every.counts[events])
 
 
 def test_a_long_history_of_one_item_has_a_window_of_one():
