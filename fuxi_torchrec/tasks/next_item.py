@@ -82,7 +82,7 @@ class NextItem(Task):
     def _with_repeats(self, repeats: RepeatBias, y_PD: Tensor, rows_UD: Tensor, targets: Targets) -> Tensor:
         items, constants = targets.items, targets.constants
         last_PW, drawn = constants["window"].long(), items["candidates"]
-        about = (constants[name] for name in ("window_counts", "window_times", "window_request_times"))
+        about = (constants[name] for name in ("window_counts", "window_gaps", "window_times", "window_request_times"))
         entries = Entries.of(last_PW, targets.positions, *about)
         rows_PW = items["inputs"].index_select(0, last_PW.clamp(min=0).flatten()).view(last_PW.shape)
         none = drawn.new_zeros(0 if drawn.ndim == 2 else (len(y_PD), 0))
@@ -115,7 +115,8 @@ class NextItem(Task):
         items, offsets = events.items.numpy(), events.offsets.numpy()
         found = find_windows(items, offsets, self.repeats.config.window, last.numpy())
         windows = torch.from_numpy(np.ascontiguousarray(found.last))
-        entries = Entries.of(windows, last, torch.from_numpy(found.counts), events.timestamps, request_times.cpu())
+        about = (torch.from_numpy(each) for each in (found.counts, found.gaps(np.arange(len(items)))))
+        entries = Entries.of(windows, last, *about, events.timestamps, request_times.cpu())
         ids = torch.where(entries.there, events.items[windows], 0)
         y_BD, temperature = scaled_items(outputs_BD, self.config.similarity), self.config.temperature
         bias, shift = self.repeats(y_BD, entries.to(y_BD.device)), self.repeats.shift(y_BD)
@@ -163,6 +164,7 @@ def with_windows(targets: Targets, events: Events, width: int) -> Targets:
     constants = {
         "window": torch.from_numpy(np.ascontiguousarray(found.last, np.int32)),
         "window_counts": torch.from_numpy(found.counts),
+        "window_gaps": torch.from_numpy(found.gaps(np.arange(len(found.previous)))),
         "window_times": events.timestamps,
         "window_request_times": request_times(events)[targets.positions],
     }

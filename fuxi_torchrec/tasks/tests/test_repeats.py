@@ -62,17 +62,27 @@ def bucket(value):
 
 
 def biases(task, y, history, times, request, table):
-    """Of each item of the window, by item: tables of when and how often, y, and y·A·e."""
+    """Of each item of the window, by item: tables of when and how often, what they mean together, y, and y·U·V·e."""
     bias, found = task.repeats, {}
-    window = {}  # of item: its last event and how often it has occurred since it came into the window, latest last
+    window = {}  # of item: the events at which it has occurred since it came into the window, latest last
     for place, item in enumerate(history):
         if item:
-            window[item] = (place, window.pop(item, (0, 0))[1] + 1)
+            window[item] = [*window.pop(item, []), place]
             window = dict(list(window.items())[-bias.config.window :])
-    for slot, (item, (last, count)) in enumerate(reversed(window.items())):
-        since = max(0, request - times[last])
-        value = bias.events_ago[bucket(len(history) - 1 - last)] + bias.items_ago[bucket(slot)]
-        value = value + bias.count[bucket(count)] + bias.since[bucket(since)] + y @ bias.repeat
+    latest = list(reversed(window.items()))
+    before = latest[0][1][-2] if latest and len(latest[0][1]) > 1 else None  # the last item's time before its last
+    for slot, (item, places) in enumerate(latest):
+        last, since = places[-1], max(0, request - times[places[-1]])
+        gap = last - places[-2] if len(places) > 1 else 0
+        lead = 0 if before is None else last - before
+        own = {"events_ago": len(history) - 1 - last, "items_ago": slot, "count": len(places), "gap": gap, "since": since}
+        value = sum(bias.tables[name][bucket(number)] for name, number in own.items()) + y @ bias.repeat
+        value = value + bias.lead[bucket(abs(lead)) + (len(bias.lead) // 2 if lead > 0 else 0)]
+        first = latest[0][1]
+        common = [max(0, request - times[first[-1]]), len(window), first[-1] - first[-2] if len(first) > 1 else 0]
+        x = [bucket(number) / 12 - 1 for number in (*own.values(), max(0, lead), *common)]
+        hidden = F.silu(bias.mix(torch.tensor(x, dtype=y.dtype)) + y @ bias.mix_user)
+        value = value + hidden @ bias.mix_out
         for n, period in enumerate(bias.config.periods):
             value = value + bias.phase[n * PHASES + math.floor(since % period / period * PHASES)]
         found[item] = value + y @ bias.left @ bias.right @ table[item]
