@@ -37,6 +37,7 @@ class LossConfig:
     similarity: Literal["cosine", "dot"] = setting("cosine", "of queries and items, over the temperature")
     temperature: float = setting(0.05, "divides the scores", above=0)
     weighting: Weighting = setting("position", "a sequence of n targets weighs n, 1, or the root of n")
+    same_time: float = setting(1.0, "weight of targets at the time of the event before them: of one basket", least=0)
 
     def __post_init__(self) -> None:
         check_bounds(self, named=str)
@@ -59,7 +60,7 @@ class NextItem(Task):
 
     def target_maker(self, items: ItemSet, seed: int) -> TargetMaker:
         repeats = RepeatsConfig() if self.repeats is None else self.repeats.config
-        return NextItemTargets(self.sampler, self.config.weighting, items, seed, repeats)
+        return NextItemTargets(self.sampler, self.config.weighting, items, seed, repeats, self.config.same_time)
 
     def forward(self, outputs_PD: Tensor, item_rows_UD: Tensor, targets: Targets) -> dict[str, Tensor]:
         similarity, items, constants = self.config.similarity, targets.items, targets.constants
@@ -136,9 +137,10 @@ class NextItemTargets:
     items: ItemSet
     seed: int
     repeats: RepeatsConfig = field(default_factory=RepeatsConfig)  # of the window before each target that it is told of
+    same_time: float = 1.0
 
     def __call__(self, epoch: int, step: int, events: Events) -> Targets:
-        weights = sequence_weights(events, self.weighting)
+        weights = sequence_weights(events, self.weighting, self.same_time)
         positions = torch.nonzero(weights > 0).squeeze(1)
         found = self.sampler.draw(self.items, Draw(self.seed, epoch, step, events, positions))
         targets = compared(events, positions, weights[positions], found)
@@ -190,11 +192,18 @@ def asked_at_last(events: Events, times: Tensor, share: float, seed: int, epoch:
     return torch.where(torch.from_numpy((bits >> np.uint64(11)) < share * 2.0**53), events.timestamps, times)
 
 
-def sequence_weights(events: Events, weighting: Weighting) -> Tensor:
-    """(T,) weights of the targets: a sequence of n targets weighs n (position), 1 (user) or the root of n (sqrt)."""
+def sequence_weights(events: Events, weighting: Weighting, same_time: float = 1.0) -> Tensor:
+    """(T,) weights of the targets: a sequence of n targets weighs n (position), 1 (user) or the root of n (sqrt).
+
+    Args:
+        same_time: how much targets at the time of the event before them weigh, beside others.
+    """
+    weights = events.target_weights
+    if same_time != 1.0:
+        weights = torch.where(request_times(events) == events.timestamps, same_time * weights, weights)
     if weighting == "position":
-        return events.target_weights
+        return weights
     count = len(events.users)
     sequence = torch.repeat_interleave(torch.arange(count), events.offsets.diff())
-    total = torch.zeros(count).index_add_(0, sequence, events.target_weights).clamp(min=1e-12)
-    return events.target_weights / (total if weighting == "user" else total.sqrt())[sequence]
+    total = torch.zeros(count).index_add_(0, sequence, weights).clamp(min=1e-12)
+    return weights / (total if weighting == "user" else total.sqrt())[sequence]

@@ -26,7 +26,7 @@ def test_the_keys_are_frozen():
         "tables": "init_std sharding",
         "features": "event item user id_dropout",
         "task": "kind repeats.window repeats.periods repeats.at_last repeats.without",
-        "loss": "negatives num_negatives similarity temperature weighting",
+        "loss": "negatives num_negatives similarity temperature weighting same_time",
         "optimizer": "kind lr table_lr scalar_lr betas eps weight_decay clip_norm warmup_steps "
         "lr_schedule decay_steps min_lr_factor",
         "train": "epochs max_steps precision pipeline",
