@@ -215,7 +215,8 @@ def _padded_table(found: dict[str, Any]) -> str:
         [NAMES[kind], case["longest"], *(format(case[name], ".1f" if "ratio" in name else ",.0f") for name in names)]
         for kind, case in found.items()
     ]
-    return harness.table(["", "longest", "forward, ms", "padded, ms", "ratio", "and backward, ms", "padded, ms", "ratio"], rows)
+    header = ["", "longest", "forward, ms", "padded, ms", "ratio", "and backward, ms", "padded, ms", "ratio"]
+    return harness.table(header, rows)
 
 
 def padded_section(_: Path) -> tuple[str, list[Aim], Any]:
