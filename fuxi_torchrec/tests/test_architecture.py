@@ -38,7 +38,7 @@ ALLOWED = {
     },
     "evaluation": {
         *("training", "tasks", "embeddings", "data", "events", "encoders"),
-        *("config", "logging", "distributed", "errors", "options"),
+        *("config", "logging", "distributed", "artifacts", "errors", "options"),
     },
     "export": {
         *("evaluation", "training", "embeddings", "data", "events", "encoders"),
