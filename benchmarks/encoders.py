@@ -45,6 +45,8 @@ SLOTS = 6016  # positions of the linear ones: TiM4Rec has matrices over them
 PREFILL = [1024, 2048, 4096, 8192, 16384]
 DECODE = [(1024, 64), (2048, 64), (4096, 64), (8192, 64), (16384, 16)]  # events, users: what fits in memory
 PAPER = {"fuxi_alpha": (10, 21), "fuxi_beta": (3.1, 4.2), "hstu": (7.8, 18)}  # prefill and decode at 8k, on a GPU
+KEPT = {"sasrec": 2 * D, "hstu": 5 * D, "fuxi_alpha": 2 * D, "fuxi_beta": D}  # elements of an event, in every block
+PASSES = {"sasrec": 1, "hstu": 2, "fuxi_alpha": 2, "fuxi_beta": 2}  # over the cache: SASRec's query needs none
 NATIVE = "fuxi_linear_native"
 NAMES = {
     "fuxi_linear": "FuXi-Linear",
@@ -185,7 +187,10 @@ def decode_case(kind: str, events: int, users: int) -> dict[str, float]:
             encoder.query(state, now + 60)
 
         both_ms = 1e3 * seconds(step, 5)
-    return {"users": users, "events": events, "append_query_ms": both_ms, "bytes": state.nbytes / users}
+    found = {"users": users, "events": events, "append_query_ms": both_ms, "bytes": state.nbytes / users}
+    if kind in ATTENTION:
+        found["cache_gb_s"] = 2 * KEPT[kind] * PASSES[kind] * 4 * events * users / both_ms / 1e6  # of two blocks
+    return found
 
 
 def decode_cases(events: int, users: int) -> dict[str, Any]:
@@ -257,6 +262,7 @@ def efficiency_section(_: Path) -> tuple[str, list[Aim], Any]:
     with backends.use("torch"):
         found: dict[str, Any] = {"share": {kind: share_case(kind, 8192) for kind in ATTENTION}}
         print(json.dumps(found), flush=True)
+        found["stream_gb_s"] = harness.stream_peak() / 1e9
         for name, cases in (
             ("prefill", [partial(prefill_case, events) for events in PREFILL]),
             ("decode", [partial(decode_cases, *size) for size in DECODE]),
@@ -317,6 +323,8 @@ def _efficiency_text(found: dict[str, Any]) -> str:
         for case in found["decode"]
     ]
     kept = found["decode"][-1]
+    read = {case["hstu"]["events"]: case for case in found["decode"]}[8192]
+    speeds = ", ".join(f"{NAMES[kind]} {read[kind]['cache_gb_s']:.1f}" for kind in ATTENTION)
     sizes = ", ".join(f"{NAMES[kind]} {kept[kind]['bytes'] / 2**20:.1f} MiB" for kind in shown if kind != NATIVE)
     parts = [
         f"Share of the sgemm peak that the products over pairs reach, everything between them counted: {shares}.",
@@ -326,6 +334,8 @@ def _efficiency_text(found: dict[str, Any]) -> str:
         "One event more and a query, two blocks, every user with a state or cache of its own. The paper: 21, 4.2 and "
         "18 at 8k.",
         harness.table(["events", "users", *columns], decode_rows),
+        f"GB/s at which caches are read after 8,192 events, all else counted: {speeds}; adding up a large tensor reads "
+        f"{found['stream_gb_s']:.1f}.",
         f"State of a user with {kept['hstu']['events']} events, room to grow included: {sizes}.",
         "![prefill and decode](results/encoders.png)",
     ]

@@ -152,7 +152,8 @@ def test_jagged_equals_one_user_at_a_time(kind):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", KINDS)
 def test_append_and_query_equal_forward_however_events_are_cut(kind, seed):
-    encoder = small(kind)
+    # some histories are longer than max_positions, where a model can
+    encoder = small(kind, **({"max_positions": 60} if seed and kind != "tim4rec" else {}))
     x, offsets, times, request = histories(LENGTHS, seed)
     y = encoder(x, offsets, times, request)
     generator = torch.Generator().manual_seed(seed)
