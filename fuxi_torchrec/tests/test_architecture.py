@@ -1,6 +1,7 @@
 """The boxes and what each may import: dependencies point downwards only."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,15 @@ def test_nobody_outside_encoders_names_one_of_them():
 
 def test_no_box_is_forgotten():
     assert {box_of(p) for p in sources()} <= set(ALLOWED)
+
+
+def test_readme_and_contributing_name_every_box_and_no_other():
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"tests"}
+    rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(?:fuxi_torchrec/)?(\w+)`", " ".join(row for row in rows if "fuxi_torchrec/" in row))
+    assert set(named) == folders
+    table = re.findall(r"(?m)^\| `(\w+\.py)` \|", (ROOT / "docs" / "contributing.md").read_text())
+    assert set(table) == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
 
 
 def test_importing_the_package_brings_nothing_heavy():
