@@ -2,8 +2,8 @@
 
 import torch
 
+from fuxi_torchrec import FuXiLinearConfig
 from fuxi_torchrec.encoders import make_encoder
-from fuxi_torchrec.encoders.fuxi_linear import FuXiLinearConfig
 from fuxi_torchrec.export.programs import QUERY, example, write_programs
 
 
