@@ -206,7 +206,12 @@ def test_a_refresh_with_items_is_what_a_service_with_them_is(place, run, capsys)
     assert "56" in capsys.readouterr().out.splitlines()[-1]  # of the same features, and never trained either
 
 
-def test_neighbours_are_the_users_with_the_nearest_vectors(place, run):
+def test_neighbours_are_the_users_with_the_nearest_vectors(place, run, capsys):
+    from starlette.testclient import TestClient
+
+    from fuxi_torchrec.serving.http.service import create_app
+    from pipelines import recommend
+
     table = pa.concat_tables([pq.read_table(path) for path in sorted((place / "export" / "users").glob("*.parquet"))])
     rows = np.array(table["embedding"].to_pylist(), np.float32)
     ids, own = table["user_id"].to_pylist(), table["user_id"].to_pylist().index(4)
@@ -215,6 +220,17 @@ def test_neighbours_are_the_users_with_the_nearest_vectors(place, run):
         assert recommender.similar_users(4, recommender.manifest.as_of, 5).users == expected
         with pytest.raises(ValueError, match="user 999 has no events"):
             recommender.similar_users(999, recommender.manifest.as_of)
+    assert recommend.main(["--export", str(place / "export"), "--neighbours-of", "4", "-k", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[1]) for line in lines[-5:]] == expected
+    assert recommend.main(["--export", str(place / "export"), "--neighbours-of", "999"]) == 1
+    recommender = Recommender.load(place / "export", log_dir=place / "log-5")
+    with TestClient(create_app(recommender)) as client:
+        asked = {"user_id": 4, "time": recommender.manifest.as_of, "k": 5}
+        said = client.post("/similar-users", json=asked).json()
+        assert said["user"] == 4 and [each["user_id"] for each in said["users"]] == expected
+        assert client.post("/similar-users", json=asked | {"user_id": 999}).status_code == 404
+        assert client.post("/similar-users", json=asked | {"k": 0}).status_code == 422
 
 
 def test_new_items_over_http(place, run):
