@@ -10,6 +10,7 @@ import pytest
 
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.tests.small import describe
+from fuxi_torchrec.evaluation.baselines import NAMES
 from fuxi_torchrec.schema import sealed
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
@@ -97,7 +98,7 @@ def test_baselines_stand_beside_the_model(workers, trained):
     two = workers(2).run(evaluate, trained / "row_wise")[0]
     for seen in (False, True):
         baselines = found["test", seen]["baselines"]
-        assert baselines.keys() == {"popularity", "recent items", "frequent items", "transitions"}
+        assert baselines.keys() == set(NAMES)
         for name, metrics in baselines.items():
             assert {k: v for k, v in metrics.items() if k != "by_history_length"} == pytest.approx(
                 {k: v for k, v in two["test", seen]["baselines"][name].items() if k != "by_history_length"}
