@@ -33,14 +33,9 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "fuxi_alpha": {"qk_dim": 32, "value_dim": 32},
     "fuxi_beta": {"value_dim": 32},
 }
-LINEAR = {  # padded users that are run at once, and by how much histories are shorter: what fits in memory
-    "fuxi_linear": (1, 2),
-    "retnet": (1, 1),
-    "mamba4rec": (2, 1),
-    "tim4rec": (1, 2),
-    "recblr": (24, 1),
-    "ttt4rec": (4, 1),
-}
+# of the linear ones: padded users that are run at once, and by how much histories are shorter; what fits in memory
+LINEAR = {"retnet": (1, 1), "mamba4rec": (2, 1), "recblr": (24, 1), "ttt4rec": (4, 1)}
+LINEAR |= {"fuxi_linear": (1, 2), "tim4rec": (1, 2)}
 SLOTS = 6016  # positions of the linear ones: TiM4Rec has matrices over them
 PREFILL = [1024, 2048, 4096, 8192, 16384]
 DECODE = [(1024, 64), (2048, 64), (4096, 64), (8192, 64), (16384, 16)]  # events, users: what fits in memory
