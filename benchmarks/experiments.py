@@ -84,10 +84,9 @@ def commands_of(row: Row) -> list[str]:
     settings = " ".join(shlex.quote(each) for each in row.settings)
     train = f"{launch} pipelines.train -- --config {row.config} --run-dir {run_dir} {settings}"
     evaluate = f"{launch} pipelines.evaluate -- --run-dir {run_dir} --split {row.split}"
-    found = [train.strip(), f"{evaluate} --output {run_dir}/all.json"]
-    if row.set == "ml-1m":
-        found.append(f"{evaluate} --filter-seen --output {run_dir}/unseen.json")
-    return found
+    files = {way: f"--output {run_dir}/{way}.json --ranks {run_dir}/{way}.parquet" for way in row.ways}
+    asked = [" ".join(filter(None, (evaluate, options, files[way]))) for way, options in row.ways.items()]
+    return [train.strip(), *asked]
 
 
 def settings_of(row: Row) -> Any:
@@ -124,8 +123,7 @@ def run_row(row: Row) -> bool:
             return False
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     validations = [{"step": line["step"], **line["validation"]} for line in lines if "validation" in line]
-    files = {kind: run_dir / f"{kind}.json" for kind in ("all", "unseen")}
-    measured = {kind: json.loads(file.read_text()) for kind, file in files.items() if file.exists()}
+    measured = {way: json.loads((run_dir / f"{way}.json").read_text()) for way in row.ways}
     about = {"commands": commands, "machine": machine, "config": settings_of(row)}
     with _WRITING:
         report.add(RESULTS, row.name, {**about, **report.essence(summary, validations, measured)})
