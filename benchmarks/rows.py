@@ -61,10 +61,13 @@ class Row:
         return {"all": "", **({} if bare else WAYS.get(self.set, {}))}
 
 
-def seeds(name: str, study: str, set: str, what: str, *settings: str, count: int = 3) -> list[Row]:
+def seeds(name: str, study: str, set: str, what: str, *settings: str, processes: int = 1, count: int = 3) -> list[Row]:
     """A final row: runs that differ in their seed."""
     final = () if set == "complete-journey" else (FINAL,)  # its settings were chosen with data.valid_from
-    return [Row(f"{name}-s{seed}", study, set, what, (*final, *settings, f"seed={seed}")) for seed in range(count)]
+    return [
+        Row(f"{name}-s{seed}", study, set, what, (*final, *settings, f"seed={seed}"), processes)
+        for seed in range(count)
+    ]
 
 
 BARE = "features.item={}"
@@ -109,6 +112,15 @@ def ablations(set: str, study: str, steps: dict[str, int]) -> list[Row]:
 ROWS: list[Row] = [
     *seeds("ml-1m-small", "movielens", "ml-1m", "d = 64, 8 epochs, one process", *NARROW, "train.epochs=8"),
     *seeds("ml-1m", "movielens", "ml-1m", "d = 128, 14 epochs, one process"),
+    *seeds(
+        "ml-1m-hour",
+        "movielens",
+        "ml-1m",
+        "d = 128, 42 epochs, two processes",
+        "train.epochs=42",
+        "model.dropout=0.3",
+        processes=2,
+    ),
     # validated as it goes, so not trained on the validation events: its best checkpoint is ranked
     Row(
         "ml-1m-long", "movielens", "ml-1m", "d = 128, 42 epochs, one process", ("train.epochs=42", "model.dropout=0.3")

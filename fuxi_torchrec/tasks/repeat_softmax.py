@@ -1,7 +1,8 @@
 """The loss with a bias for the items of each position's window.
 
 Candidates of a position are its window, and what a sampler drew but for items of the window: each item of the window
-counts once, and a draw as often as it stands for items that were not drawn, so that both are on one scale. The gradients are computed together with the loss, some positions at a time.
+counts once, and a draw as often as it stands for items that were not drawn, so that both are on one scale. The
+gradients are computed together with the loss, some positions at a time.
 """
 
 from typing import NamedTuple
