@@ -88,14 +88,14 @@ class NextItem(Task):
         about = (constants[name] for name in ("window_counts", "window_gaps", "window_times", "window_request_times"))
         entries = Entries.of(last_PW, targets.positions, *about)
         rows_PW = items["inputs"].index_select(0, last_PW.clamp(min=0).flatten()).view(last_PW.shape)
-        none = drawn.new_zeros(0 if drawn.ndim == 2 else (len(y_PD), 0))
-        stands_for = constants["log_stands_for"]
-        weights = constants.get("log_weights", stands_for.new_zeros(drawn.shape[0])) + stands_for
+        stands_for, each_own = constants["log_stands_for"], drawn.ndim == 2
         compared = Compared(
-            items["targets"],
-            torch.where(entries.there, rows_PW, -1),
-            *((none, None, drawn) if drawn.ndim == 2 else (drawn, weights, none)),
-            stands_for,
+            targets_P=items["targets"],
+            window_PW=torch.where(entries.there, rows_PW, -1),
+            pool_M=drawn.new_zeros(0) if each_own else drawn,
+            log_weights_M=None if each_own else constants.get("log_weights", drawn.new_zeros(len(drawn))) + stands_for,
+            own_PK=drawn if each_own else drawn.new_zeros(len(y_PD), 0),
+            own_log_weight=stands_for,
         )
         queries_PD = y_PD / self.config.temperature
         shifted_PD = queries_PD + repeats.shift(y_PD)
