@@ -12,13 +12,13 @@ import pyarrow.compute as pc
 
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
+from fuxi_torchrec.data.event_features import learn_events, numbers_of
 from fuxi_torchrec.data.owned_features import write_features
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.feature_learning import buckets
-from fuxi_torchrec.events.features import Feature, Owner
+from fuxi_torchrec.events.features import Owner
 from fuxi_torchrec.events.histories import bounds_of
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
 from fuxi_torchrec.events.log import LogSpec, OnBadRows, columns_of, quote
@@ -118,7 +118,7 @@ class _Preparation:
         often = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
         items = self._vocabulary(ITEMS, "items", "item_id", often)
         vocabularies = self._feature_vocabularies()
-        self.learned = self._event_features(log.widths())
+        self.learned = learn_events(self.database, self.log, log.widths(), self._training, self.extended)
         self.writer.describe_event_features(tuple(self.learned.values()))
         buckets = self._fill_buckets(vocabularies, total)
         self._owned_features()
@@ -232,42 +232,6 @@ class _Preparation:
         until = self.options.train_until
         return "" if until is None else f" WHERE timestamp < {parse_time(until, self.log.time_unit)}"
 
-    def _event_features(self, widths: dict[str, int]) -> dict[str, Feature]:
-        """What is learned of features of events that are no ids, from events of the training data."""
-        previous = {} if self.extended is None else {f.name: f for f in self.extended.info.features}
-        found = {}
-        for name, kind in self.log.kinds.items():
-            column, was = quote(FEATURE + name), previous.get(name)
-            width = widths.get(name, 0) if kind == "vector" else 1
-            if was is not None:
-                if was.kind != kind or (kind == "vector" and was.width != width):
-                    raise DataError(
-                        f"feature column {name} was a {was.kind} of {was.width} elements in the dataset "
-                        f"that is extended, here it is a {kind} of {width}"
-                    )
-                found[name] = was
-                continue
-            if kind == "vector":
-                count, numbers = width, [0.0, 1.0]
-            elif kind == "number":
-                count, *numbers = self.database.row(
-                    f"SELECT count({column}), avg({column}), stddev_pop({column}) FROM events{self._training}"
-                )
-            else:
-                shares = [n / self.log.buckets[name] for n in range(1, self.log.buckets[name])]
-                count, numbers, least = self.database.row(
-                    f"SELECT count({column}), quantile_disc({column}, {shares}), min({column}) "
-                    f"FROM events{self._training}"
-                )
-            if not count:
-                raise DataError(f"feature column {name}: no event of the training data has a {kind}")
-            if kind == "bucket":
-                cuts = tuple(sorted({float(cut) for cut in numbers if cut > least}))
-                found[name] = Feature(name, rows=len(cuts) + 2, kind=kind, boundaries=cuts)
-            else:
-                found[name] = Feature(name, kind=kind, width=width, mean=numbers[0], deviation=numbers[1] or 1.0)
-        return found
-
     def _owned_features(self) -> None:
         """Features of items and of users, learned from those with an event in the training data."""
         before = self._training
@@ -340,7 +304,7 @@ class _Preparation:
                 batch = batch.set_column(column, name, _indices(batch[name], values))
             for name, feature in self.learned.items():
                 column = batch.schema.get_field_index(name)
-                batch = batch.set_column(column, name, _numbers(batch[name], feature))
+                batch = batch.set_column(column, name, numbers_of(batch[name], feature))
             buckets.add(batch)
             done += batch.num_rows
             self.progress("reading", done, total)
@@ -372,20 +336,6 @@ def _indices(lists: pa.Array, values: pa.Array) -> pa.Array:
     """Lists of text as lists of indices, from 1."""
     found = pc.add(pc.index_in(lists.flatten(), value_set=values), 1)
     return pa.ListArray.from_arrays(bounds_of(pc.list_value_length(lists).to_numpy()).astype(np.int32), found)
-
-
-def _numbers(column: pa.Array, feature: Feature) -> pa.Array:
-    """Buckets; or numbers and vectors, nan where they are missing."""
-    if feature.kind == "bucket":
-        numbers = column.to_numpy(zero_copy_only=False).astype(np.float64)
-        return pa.array(buckets(feature, numbers), pa.int32())
-    if feature.kind == "number":
-        return pa.array(column.to_numpy(zero_copy_only=False).astype(np.float32))
-    rows = np.full((len(column), feature.width), np.nan, np.float32)
-    there = column.is_valid().to_numpy(zero_copy_only=False)
-    rows[there] = column.flatten().to_numpy(zero_copy_only=False).reshape(-1, feature.width)
-    ends = pa.array(np.arange(len(column) + 1) * feature.width, pa.int32())
-    return pa.ListArray.from_arrays(ends, pa.array(rows.reshape(-1)))
 
 
 def _narrow(column: str, least: int, most: int) -> tuple[str, int]:
