@@ -47,7 +47,7 @@ class FeatureRows:
             if feature.vocabulary:
                 table = read_table(bundle.file(f"{values_folder(owner)}/{feature.name}.parquet"), ["value", "index"])
                 self.values[feature.name] = combined(table["value"])
-                if len(table) >= feature.rows + 1 or len(self.tables[feature.name]) != feature.rows:
+                if len(table) >= feature.rows or len(self.tables[feature.name]) != feature.rows:
                     raise ExportError(
                         f"{bundle.path}: {feature.name} has {len(table)} values and {feature.rows} rows: export again"
                     )
