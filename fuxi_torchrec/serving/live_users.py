@@ -219,7 +219,9 @@ class LiveUsers:
         times = np.array([event.timestamp for event in events], np.int64)
         features = {}
         for feature in self._features:
-            features[feature.name] = _feature_column(feature, events, self._feature_values.get(feature.name))
+            texts, table = self._feature_values.get(feature.name), self._model.features.get(feature.name)
+            rows = 0 if table is None else len(table)
+            features[feature.name] = _feature_column(feature, events, texts, rows)
         return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, features)
 
     def seen(self, snapshot: Snapshot) -> Ints:
@@ -228,10 +230,9 @@ class LiveUsers:
         return np.concatenate((stored, np.array(snapshot.recent.items[: snapshot.count], np.int64)))
 
 
-def _feature_column(feature: Feature, events: Sequence[Event], known: dict[str, int] | None) -> Column:
+def _feature_column(feature: Feature, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:
     """Values of a feature; 0 for what the export does not know, as events of an earlier export's log may have."""
     values = [(event.features or {}).get(feature.name) for event in events]
-    rows = feature.rows
     if feature.kind != "id":
         return _numbers(feature, values)
 
