@@ -12,6 +12,7 @@ from fuxi_torchrec.data.prepare import PrepareOptions, prepare
 from fuxi_torchrec.events.sources import events
 from fuxi_torchrec.export.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.store import read_store
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
 
@@ -176,7 +177,7 @@ def test_new_items_that_cannot_be_taken_are_refused_and_leave_nothing(place, run
         assert recommender.info()["items"] == 60
         done = recommender.add_items([item | {"brand": "never seen"}])
         assert done.added == 1 and done.unknown_values == 1
-    assert len((place / "log-2" / "items.jsonl").read_text().splitlines()) == 1
+    assert len(read_store(place / "log-2").items) == 1
 
 
 @pytest.mark.timeout(120)
