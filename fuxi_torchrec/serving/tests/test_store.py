@@ -38,9 +38,10 @@ def filled(directory, commits=8):
     store.append(Event(f"user-{n % 7}", n, 10**9 + n, {"tags": [n, 2]} if n % 3 else None) for n in range(120))
     store.forget(["user-3"])
     store.append([Event("user-3", 5, 10**9)])
+    store.add_items([{"item_id": 500, "brand": "a"}, {"item_id": 501, "brand": None}])
     content = read_store(directory)
     rows = [row._replace(live=row.seq % 2) for row in content.events]
-    store.rewrite(ABOUT | {"as_of": 6}, [*content.forgotten, *rows])
+    store.rewrite(ABOUT | {"as_of": 6}, [*content.forgotten, *content.items, *rows])
     for n in range(commits):
         store.append([Event("user-1", n, 2 * 10**9 + n)])
     return store
@@ -138,6 +139,17 @@ def test_text_that_cannot_be_written_down_is_refused(tmp_path):
         live.append(["a\ud800"], [1001], [live.manifest.as_of])
 
 
+def test_a_commit_does_not_make_the_write_ahead_log_longer(tmp_path):
+    """The length would have to be written too, each time."""
+    store = filled(tmp_path / "s", commits=0)
+    log = tmp_path / "s" / f"{STORE_FILE}-wal"
+    before, written = log.stat().st_size, used(log.read_bytes())
+    for n in range(20):
+        store.append([Event("user-1", n, 2 * 10**9 + n)])
+    assert log.stat().st_size == before and used(log.read_bytes()) > written
+    store.close()
+
+
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,7 +167,7 @@ def flipped(directory, content):
         if store is not None:
             store.close()
     after = read_store(directory)
-    assert (after.events[:-1], after.forgotten) == (content.events, content.forgotten)
+    assert (after.events[:-1], after.forgotten, after.items) == (content.events, content.forgotten, content.items)
     return None
 
 
