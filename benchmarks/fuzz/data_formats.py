@@ -80,6 +80,13 @@ def refresh_with_items(place: Path, fixtures: Path) -> Any:
         return [recommender.manifest.items, [vars(each) | {"scores": np.array(each.scores)} for each in found]]
 
 
+def refresh_with_users(place: Path, fixtures: Path) -> Any:
+    """An export with other features of users."""
+    fuxi_torchrec.refresh(fixtures / "export", None, place / "refreshed", users=place / "users.parquet")
+    bundle = Bundle.open(place / "refreshed")
+    return [read_users(path).embedding for path in bundle.parts("users")]
+
+
 class CsvFormat(Format):
     """A text that can be read is a log of its own: the dataset must have the events that it says, and no others."""
 
@@ -163,6 +170,7 @@ FORMATS = [
     CsvFormat("log-csv", "csv", ("events.csv",), prepare_csv),
     Format("feature-files", "log", ("items.parquet", "users.parquet"), prepare_features),
     Format("items-refreshed", "log", ("more-items.parquet",), refresh_with_items),
+    Format("users-refreshed", "log", ("users.parquet",), refresh_with_users),
     Format("dataset-features", "features", ("item-*.parquet", "user-*.parquet"), read_dataset),
     Format("daily-state", "daily", ("state.json",), read_pipeline, "json"),
     Format("daily-releases", "daily", ("releases/*/release.json",), read_pipeline, "json"),

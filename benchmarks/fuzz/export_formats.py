@@ -81,7 +81,9 @@ FORMATS = [
     _files("items", "items/*.parquet"),
     _files("users", "users/*.parquet"),
     _files("histories", "histories/*.parquet"),
-    _files("features", "features/*.parquet", "item-features/*.parquet", "other-items.parquet"),
+    _files(
+        "features", "features/*.parquet", "item-features/*.parquet", "user-features/*.parquet", "other-items.parquet"
+    ),
     _files("states", "states/*.bin"),
     _files("index", "index.faiss"),
     _files("programs", "programs/*.pt2", read=run_programs),

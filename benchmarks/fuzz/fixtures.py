@@ -51,6 +51,7 @@ SETTINGS = (
     "logging.tensorboard=false",
     "distributed.device=cpu",
     "features.event={action: {}, surface: {}, tags: {}}",
+    "features.user={age: {}, income: {}}",
     "features.item={brand: {}, kinds: {pooling: mean}, price: {}, size: {}, text: {}}",
 )
 

@@ -34,11 +34,12 @@ def requests(as_of: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def item_requests() -> dict[str, dict[str, Any]]:
-    """The same of the paths that are about items."""
+def item_requests(now: int) -> dict[str, dict[str, Any]]:
+    """The same of the paths that are about items, and of those that are about what is similar."""
     columns = item_features(range(1000, 1003))
     items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    return {"/items": {"items": items}, "/similar-items": {"item_id": "item-7", "k": 5}}
+    similar = {"/similar-items": {"item_id": "item-7", "k": 5}}
+    return {"/items": {"items": items}, **similar, "/similar-users": {"user_id": "user-1", "time": now, "k": 5}}
 
 
 class _Service:
@@ -127,7 +128,7 @@ class HttpFormat:
     def draw(self, fixtures: Path, random: Random) -> tuple[str, Mutation]:
         """What is sent, and to which path."""
         manifest = json.loads((fixtures / "export" / "manifest.json").read_text())
-        bodies = item_requests() if self.items else requests(manifest["as_of"])
+        bodies = item_requests(manifest["as_of"] + SINCE) if self.items else requests(manifest["as_of"])
         path, body = random.choice(sorted(bodies.items()))
         plain = json.dumps(body).encode()
         if self.head:
@@ -202,6 +203,11 @@ def _wrong(service: _Service, path: str, body: Any, answer: Any, before: int) ->
     if path == "/similar-items":
         similar = recommender.similar_items(body["item_id"], body.get("k", 10))
         return difference(answer, json.loads(json.dumps(similar.to_dict())))
+    if path == "/similar-users":
+        if body.get("time") is None:
+            return None  # of the server's clock
+        neighbours = recommender.similar_users(body["user_id"], int(body["time"]), body.get("k", 10))
+        return difference(answer, json.loads(json.dumps(neighbours.to_dict())))
     now, k = answer["as_of"], body.get("k", 10)
     if body.get("time") is not None and body["time"] != now:
         return f"answered for the time {now}"

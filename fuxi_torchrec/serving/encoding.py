@@ -12,7 +12,9 @@ from fuxi_torchrec.events.batching import batch_ends
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
-from fuxi_torchrec.serving.new_items import ItemComposer, pooled_rows
+from fuxi_torchrec.serving.feature_rows import UserRows, pooled_rows
+from fuxi_torchrec.serving.new_items import ItemComposer
+from fuxi_torchrec.serving.requests import UserId
 
 AT_ONCE, USERS_AT_ONCE = 2**16, 512  # events and users that are encoded in one call
 
@@ -26,6 +28,7 @@ class UserModel:
         self.items = tables[ITEM_TABLE]
         self.features = {feature.name: tables[f"feature_{feature.name}"] for feature in self.manifest.features}
         self.composer = ItemComposer(bundle, tables)
+        self.user_rows = UserRows.read(bundle)
         self.like = self.encoder.init_state(0)
 
     def set_rows(self, index: Ints, rows: Tensor) -> None:
@@ -78,9 +81,16 @@ class UserModel:
         return state if places == sorted(places) else state.select(np.argsort(places).tolist())
 
     @torch.inference_mode()
-    def vectors(self, state: States, times: Ints) -> Tensor:
-        """(B, D) of users at a time, as scores use them; zero without events."""
-        return scaled(self.encoder.query(state, torch.from_numpy(times)), self.manifest.similarity)
+    def vectors(self, state: States, times: Ints, users: Sequence[UserId | None] | None = None) -> Tensor:
+        """(B, D) of users at a time, as scores use them; zero without events.
+
+        Args:
+            users: whose features count; None, or None among them, has none.
+        """
+        found = self.encoder.query(state, torch.from_numpy(times))
+        if self.user_rows is not None and users is not None:
+            found = found + self.user_rows.of(users) * (state.count > 0).unsqueeze(1)
+        return scaled(found, self.manifest.similarity)
 
     def read(self, records: Tensor) -> States:
         """States from stored records."""
