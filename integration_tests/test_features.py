@@ -219,7 +219,7 @@ def test_neighbours_are_the_users_with_the_nearest_vectors(place, run, capsys):
     expected = [ids[n] for n in np.argsort(-(rows @ rows[own])).tolist() if n != own][:5]
     with Recommender.load(place / "export", log_dir=place / "log-5") as recommender:
         assert recommender.similar_users(4, recommender.manifest.as_of, 5).users == expected
-        with pytest.raises(ValueError, match="user 999 has no events"):
+        with pytest.raises(ValueError, match="user_id 999 has no events"):
             recommender.similar_users(999, recommender.manifest.as_of)
     assert recommend.main(["--export", str(place / "export"), "--neighbours-of", "4", "-k", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()

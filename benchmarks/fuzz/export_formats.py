@@ -45,7 +45,7 @@ def run_programs(place: Path, fixtures: Path) -> Any:
     files = (bundle.file(f"{PROGRAMS}/{name}.pt2") for name in ("append", "query"))
     append, query = (torch.export.load(str(file)).module() for file in files)
     after = append(state.flat(), rows, times)
-    return [[each.numpy() for each in after], query(after, times + 3600).detach().numpy()]
+    return [[each.numpy() for each in after], query(after, times + 3600, rows).detach().numpy()]  # of users' features
 
 
 def open_store(place: Path, fixtures: Path) -> Any:
@@ -81,9 +81,7 @@ FORMATS = [
     _files("items", "items/*.parquet"),
     _files("users", "users/*.parquet"),
     _files("histories", "histories/*.parquet"),
-    _files(
-        "features", "features/*.parquet", "item-features/*.parquet", "user-features/*.parquet", "other-items.parquet"
-    ),
+    _files("features", *(f"{kind}features/*.parquet" for kind in ("", "item-", "user-")), "other-items.parquet"),
     _files("states", "states/*.bin"),
     _files("index", "index.faiss"),
     _files("programs", "programs/*.pt2", read=run_programs),
