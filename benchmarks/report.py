@@ -35,19 +35,19 @@ def write(results: Path, page: Path, figures: Path | None = None) -> int:
     return int(bool(missing))
 
 
-def read(results: Path) -> dict[str, Found]:
+def read(results: Path, name: str = RESULTS) -> dict[str, Found]:
     """What came out of every run so far, by name."""
-    file = results / RESULTS
+    file = results / name
     found: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
     return found
 
 
-def add(results: Path, name: str, found: Found) -> None:
+def add(results: Path, name: str, found: Found, file: str = RESULTS) -> None:
     """Write down what came out of a run: a line of the one file, which has what the page and its figures need."""
-    everything = dict(sorted({**read(results), name: found}.items()))
+    everything = dict(sorted({**read(results, file), name: found}.items()))
     lines = [f"{json.dumps(each)}: {json.dumps(value, separators=(',', ':'))}" for each, value in everything.items()]
     results.mkdir(parents=True, exist_ok=True)
-    write_atomically(results / RESULTS, "{\n" + ",\n".join(lines) + "\n}\n")
+    write_atomically(results / file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def essence(summary: Found, validations: Sequence[Found], evaluations: dict[str, Found]) -> Found:
@@ -173,7 +173,7 @@ def lengths(found: dict[str, Found], output: Path) -> None:
     rows = [row for row in ROWS if row.study == "lengths" and row.name in found]
     if not rows:
         return
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     places = [found[row.name]["all"]["max_length"] for row in rows]
     for metric in ("hr@10", "ndcg@10"):
@@ -199,7 +199,7 @@ def curves(found: dict[str, Found], output: Path) -> None:
     rows = [row for row in ROWS if row.name in found and found[row.name]["curve"]]
     if not rows:
         return
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(1, len(rows), figsize=(5.5 * len(rows), 4), squeeze=False)
     for row, axis in zip(rows, axes[0], strict=True):
         curve, training = found[row.name]["curve"], found[row.name]["training"]
@@ -213,7 +213,8 @@ def curves(found: dict[str, Found], output: Path) -> None:
     plt.close(figure)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib, which needs no screen."""
     import matplotlib
 
     matplotlib.use("Agg")

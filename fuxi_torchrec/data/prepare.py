@@ -35,7 +35,18 @@ _SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a feature column bey
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare, whatever the source."""
+    """How to prepare, whatever the source.
+
+    Example:
+        >>> import fuxi_torchrec, pathlib, tempfile
+        >>> keep = tempfile.TemporaryDirectory()
+        >>> log = pathlib.Path(keep.name, "log.csv")
+        >>> _ = log.write_text("user_id,item_id,timestamp\\n7,tea,1700000000\\n7,,1700000060\\n")
+        >>> options = fuxi_torchrec.PrepareOptions(on_bad_rows="skip")
+        >>> found = fuxi_torchrec.prepare(log, pathlib.Path(keep.name, "data"), options)
+        >>> found.events, sum(found.skipped_rows.values())
+        (1, 1)
+    """
 
     memory_limit: str = option("4GB", "of DuckDB and of sorting, half each; what does not fit spills to disk")
     threads: int = option(2, "of DuckDB")

@@ -136,7 +136,7 @@ def evaluate(
         "users": found[request_times[0]]["users"],
         "users_without_target": len(lengths) - len(having),
         "unknown_targets": found[request_times[0]]["unknown_targets"],
-        "processes": run.world.size,
+        "world_size": run.world.size,
         "seconds": round(time.monotonic() - began, 2),
     }
     return {**about, **found}

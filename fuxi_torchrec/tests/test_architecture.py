@@ -151,6 +151,14 @@ def test_every_public_name_is_there_and_the_functions_stay_functions_whatever_wa
         fuxi_torchrec.exprot  # noqa: B018
 
 
+def test_every_public_name_has_an_example_that_runs():
+    import fuxi_torchrec
+
+    examples = " ".join(line for path in sources() for line in path.read_text().splitlines() if ">>> " in line)
+    for name in set(fuxi_torchrec.__all__) - {"__version__"}:
+        assert re.search(rf"\b{name}\(|\b{name}\.", examples), f"{name}: no doctest uses it"
+
+
 def test_preparing_and_serving_need_no_torchrec():
     code = (
         "import sys; from fuxi_torchrec import Bundle, Recommender, load_config, prepare, refresh\n"

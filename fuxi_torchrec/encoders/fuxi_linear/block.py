@@ -7,16 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuxi_torchrec.encoders.fuxi_linear.channels import (
-    Channel,
-    Form,
-    PositionalChannel,
-    RetentionChannel,
-    Step,
-    TemporalChannel,
-)
+from fuxi_torchrec.encoders.fuxi_linear.channels import Channel, Form, PositionalChannel, Step, TemporalChannel
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
+from fuxi_torchrec.encoders.fuxi_linear.variants import positional_channel, retention_channel, temporal_channel
 from fuxi_torchrec.encoders.norms import layer_norm, rms_norm
 from fuxi_torchrec.ops import backends
 from fuxi_torchrec.ops.native import block as native
@@ -42,16 +36,17 @@ class Block(nn.Module):
     With ``shared_decay``, a temporal channel, the decays of this block's are that one's.
     """
 
-    def __init__(self, config: FuXiLinearConfig, shared_decay: TemporalChannel | None = None) -> None:
+    def __init__(self, config: FuXiLinearConfig, shared_decay: Channel | None = None) -> None:
         super().__init__()
         backends.found()  # loaded now, and not while a compiler looks on
         d, hidden = config.dim, config.hidden_dim
         self.official = config.preset == "official"
         self.norm = layer_norm if self.official else rms_norm
         # in the order of the merge
-        self.retention = RetentionChannel(config) if config.use_retention else None
-        self.temporal = TemporalChannel(config, shared_decay) if config.use_temporal else None
-        self.positional = PositionalChannel(config) if config.use_positional else None
+        self.retention = retention_channel(config)
+        self.temporal = temporal_channel(config, shared_decay)
+        self.positional = positional_channel(config)
+        self.whole = config.whole
         # columns: u of every channel, then each channel's own
         self.gate_dim = d * len(self.channels)
         self.widths = [self.gate_dim, *(channel.columns for channel in self.channels.values())]
@@ -72,8 +67,8 @@ class Block(nn.Module):
         for weight in (self.in_proj, self.out_proj, self.ffn_in, self.ffn_out):
             nn.init.normal_(weight, std=0.02)
         bound = self.in_proj.shape[0] ** -0.5
-        for name, channel, part in self._with(self.in_proj.detach().split(self.widths, dim=1)[1:]):
-            if name != "retention":
+        for _, channel, part in self._with(self.in_proj.detach().split(self.widths, dim=1)[1:]):
+            if channel.uniform_values:
                 nn.init.uniform_(part, -bound, bound)
             channel.reset_parameters()
 
@@ -109,7 +104,7 @@ class Block(nn.Module):
 
         ``state`` is the one before each user's first row; zero if None.
         """
-        if form == "chunkwise" and len(self.channels) == 3 and backends.native_block(x_TD):
+        if form == "chunkwise" and self.whole and backends.native_block(x_TD):
             return self._native(x_TD, sequences, state, with_state)
         u, columns = self.project(x_TD)
         ys, after = [], {}
@@ -124,7 +119,8 @@ class Block(nn.Module):
         self, x_TD: Tensor, sequences: Sequences, state: BlockState | None, with_state: bool
     ) -> tuple[Tensor, BlockState]:
         """The same as :meth:`forward`, all channels and their merge in one operator."""
-        assert self.retention is not None and self.temporal is not None and self.positional is not None
+        assert self.retention is not None
+        assert isinstance(self.temporal, TemporalChannel) and isinstance(self.positional, PositionalChannel)
         temporal_log = self.temporal.log_decay()
         parameters = native.Parameters(
             self.retention.log_decay(),
@@ -148,7 +144,8 @@ class Block(nn.Module):
     def _decode_slots(self) -> _Slots:
         """Where they are kept, a module's own dictionary: looking each up as an attribute takes a third of a query."""
         retention, temporal, positional = self.retention, self.temporal, self.positional
-        assert retention is not None and temporal is not None and positional is not None
+        assert retention is not None
+        assert isinstance(temporal, TemporalChannel) and isinstance(positional, PositionalChannel)
         mix: dict[str, Any] = temporal._parameters
         if temporal.alpha is None:
             mix = dict.fromkeys(("alpha", "beta"), self.in_proj.new_empty(0))
