@@ -83,10 +83,9 @@ def commands_of(row: Row) -> list[str]:
     """What a person would type: training, then the evaluations."""
     run_dir, launch = RUNS / row.name, f"torchx run dist.ddp -j 1x{row.processes} -m {{}} --"
     evaluate = f"{launch.format('pipelines.evaluate')} --run-dir {run_dir} --split {row.split}"
-    found = [train_command(row.config, run_dir, row.settings, launch), f"{evaluate} --output {run_dir}/all.json"]
-    if row.set == "ml-1m":
-        found.append(f"{evaluate} --filter-seen --output {run_dir}/unseen.json")
-    return found
+    files = {way: f"--output {run_dir}/{way}.json --ranks {run_dir}/{way}.parquet" for way in row.ways}
+    asked = [" ".join(filter(None, (evaluate, options, files[way]))) for way, options in row.ways.items()]
+    return [train_command(row.config, run_dir, row.settings, launch), *asked]
 
 
 def train_command(config: str, run_dir: Path, settings: Sequence[str], launch: str = "python -m {}") -> str:
@@ -140,8 +139,7 @@ def run_row(row: Row) -> bool:
     summary = json.loads((run_dir / "summary.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     validations = [{"step": line["step"], **line["validation"]} for line in lines if "validation" in line]
-    files = {kind: run_dir / f"{kind}.json" for kind in ("all", "unseen")}
-    measured = {kind: json.loads(file.read_text()) for kind, file in files.items() if file.exists()}
+    measured = {way: json.loads((run_dir / f"{way}.json").read_text()) for way in row.ways}
     about = {"commands": commands, "machine": machine, "config": settings_of(row)}
     with _WRITING:
         report.add(RESULTS, row.name, {**about, **report.essence(summary, validations, measured)})

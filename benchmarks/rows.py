@@ -14,7 +14,16 @@ SETS = {
         "--output data/complete-journey"
     ),
 }
-CONFIGS = {"ml-1m": "configs/ml_1m.yaml", "gitlog": "configs/gitlog.yaml"}
+CONFIGS = {
+    "ml-1m": "configs/ml_1m.yaml",
+    "gitlog": "configs/gitlog.yaml",
+    "complete-journey": "configs/complete_journey.yaml",
+}
+# what is ranked beside all targets among all candidates, by set: names and options of evaluate
+WAYS = {
+    "ml-1m": {"unseen": "--filter-seen"},
+    "complete-journey": {"cold": "--targets cold", "new": "--targets cold --candidates cold"},
+}
 FINAL = "data.fit_on_valid=true"  # settings were chosen on the validation events, now they are trained on too
 
 
@@ -45,14 +54,24 @@ class Row:
         """The set's configuration."""
         return CONFIGS[self.set]
 
+    @property
+    def ways(self) -> dict[str, str]:
+        """Ways to ask, with the options of evaluate; cold items need features."""
+        bare = BARE in self.settings
+        return {"all": "", **({} if bare else WAYS.get(self.set, {}))}
 
-def seeds(name: str, study: str, set: str, what: str, *settings: str, processes: int = 1) -> list[Row]:
-    """A final row: three runs that differ in their seed."""
+
+def seeds(name: str, study: str, set: str, what: str, *settings: str, processes: int = 1, count: int = 3) -> list[Row]:
+    """A final row: runs that differ in their seed."""
+    final = () if set == "complete-journey" else (FINAL,)  # its settings were chosen with data.valid_from
     return [
-        Row(f"{name}-s{seed}", study, set, what, (FINAL, *settings, f"seed={seed}"), processes) for seed in range(3)
+        Row(f"{name}-s{seed}", study, set, what, (*final, *settings, f"seed={seed}"), processes)
+        for seed in range(count)
     ]
 
 
+BARE = "features.item={}"
+WITHOUT_REPEATS = "task.repeats={window: 0}"
 NARROW = ("model.dim=64", "model.num_heads=2", "optimizer.lr=4e-3", "optimizer.scalar_lr=4e-3")
 BY_POSITION = "loss.weighting=position"
 LENGTHS = (50, 200, 1024, 4096, 16384)

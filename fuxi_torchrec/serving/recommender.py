@@ -57,8 +57,9 @@ class Recommender:
         self._model = UserModel(bundle)
         self._catalogue = Catalogue(bundle, options.search)
         texts = feature_values(bundle)
-        # how many values each numeric feature has
-        self.feature_rows = {name: len(table) for name, table in self._model.features.items() if name not in texts}
+        # how many values each feature of integers has
+        ids = [feature for feature in self.manifest.features if feature.kind == "id" and feature.name not in texts]
+        self.feature_rows = {feature.name: len(self._model.features[feature.name]) for feature in ids}
         self._checks = Checks(self.manifest, self.feature_rows)
         self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         self.users = LiveUsers(self._model, StoredUsers(bundle, self._model), texts, options.cache_mib << 20)

@@ -124,11 +124,13 @@ def test_no_box_is_forgotten():
     assert {box_of(p) for p in sources()} <= set(ALLOWED)
 
 
-def test_readme_and_contributing_name_every_box_and_no_other():
+def test_readme_and_contributing_name_every_box_and_page_and_no_other():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"tests"}
     rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
     named = re.findall(r"`(?:fuxi_torchrec/)?(\w+)`", " ".join(row for row in rows if "fuxi_torchrec/" in row))
     assert set(named) == folders
+    (shown,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `docs/` |"))
+    assert set(re.findall(r"\(docs/([\w-]+\.md)\)", shown)) == {path.name for path in (ROOT / "docs").glob("*.md")}
     table = re.findall(r"(?m)^\| `(\w+\.py)` \|", (ROOT / "docs" / "contributing.md").read_text())
     assert set(table) == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
 
