@@ -14,6 +14,7 @@ from fuxi_torchrec.data.prepare import PrepareOptions, prepare
 from fuxi_torchrec.events.sources import events
 from fuxi_torchrec.export.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.store import read_store
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
 
@@ -181,7 +182,7 @@ def test_new_items_that_cannot_be_taken_are_refused_and_leave_nothing(place, run
         assert recommender.info()["items"] == 60
         done = recommender.add_items([item | {"brand": "never seen"}])
         assert done.added == 1 and done.unknown_values == 1
-    assert len((place / "log-2" / "items.jsonl").read_text().splitlines()) == 1
+    assert len(read_store(place / "log-2").items) == 1
 
 
 @pytest.mark.timeout(120)
@@ -220,7 +221,7 @@ def test_neighbours_are_the_users_with_the_nearest_vectors(place, run, capsys):
     expected = [ids[n] for n in np.argsort(-(rows @ rows[own])).tolist() if n != own][:5]
     with Recommender.load(place / "export", log_dir=place / "log-5") as recommender:
         assert recommender.similar_users(4, recommender.manifest.as_of, 5).users == expected
-        with pytest.raises(ValueError, match="user 999 has no events"):
+        with pytest.raises(ValueError, match="user_id 999 has no events"):
             recommender.similar_users(999, recommender.manifest.as_of)
     assert recommend.main(["--export", str(place / "export"), "--neighbours-of", "4", "-k", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -17,6 +17,7 @@ from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import MOST_WIDTH
 from fuxi_torchrec.events.log import INTEGERS, literal, quote
+from fuxi_torchrec.events.pages import rows_and_columns
 from fuxi_torchrec.events.sources import FILE, csv_options, find_logs, read_files
 from fuxi_torchrec.schema import Record
 
@@ -60,6 +61,9 @@ def read_features(database: Database, path: str, id_column: str, columns: Sequen
     files = find_logs(path)
     database.about = files[0]
     if files[0].endswith(".parquet"):
+        for file in files:
+            _, names = rows_and_columns(file, [])
+            rows_and_columns(file, [id_column, *(spec.name for spec in columns)] if columns else names)
         reader = read_files(files, "read_parquet", ", union_by_name = true")
     else:
         reader = read_files(files, "read_csv", f", {csv_options(files)}")
