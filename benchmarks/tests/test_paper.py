@@ -42,8 +42,9 @@ def test_a_size_that_cannot_be_had_is_refused():
 def test_rows_are_named_once_and_their_settings_are_known():
     assert len({row.name for row in ROWS}) == len(ROWS)
     names = {row.name for row in ROWS}
-    for row in ROWS:
-        assert row.against in names | {""}
+    assert {row.against for row in ROWS} <= names | {""}
+    of_each = {(row.study, row.set): row for row in ROWS}  # the last of each; all encoders on one set
+    for row in [*of_each.values(), *(row for row in ROWS if row.study == TUNED.study)]:
         config = load_config(ROOT / row.config, plan.final(row, 0 if row.tuned else None, 1000))
         assert config.train.max_steps == 1000 and config.optimizer.lr_schedule == "cosine"
         assert (config.data.fit_on_valid or config.data.split == "by_time") == (row.split == "test")

@@ -90,8 +90,11 @@ def write_programs(encoder: SequenceEncoder, similarity: str, directory: Path, w
     loaded = {}
     for name, (program, arguments, shapes) in programs.items():
         exported = torch.export.export(program.eval(), arguments, dynamic_shapes=shapes, strict=False)
-        torch.export.save(exported, directory / name)
-        loaded[name] = torch.export.load(io.BytesIO((directory / name).read_bytes())).module()
+        written = io.BytesIO()
+        torch.export.save(exported, written)  # to memory: on a full disk torch ends the process
+        (directory / name).write_bytes(written.getvalue())
+        written.seek(0)
+        loaded[name] = torch.export.load(written).module()
     worst = 0.0
     for users in _CHECKED:
         state, rows, times = example(encoder, users, seed=users)

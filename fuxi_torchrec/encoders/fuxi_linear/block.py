@@ -1,6 +1,6 @@
 """One block: norm, one projection, three channels, gated merge, multi-stage feed-forward network."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from fuxi_torchrec.encoders.fuxi_linear.variants import positional_channel, rete
 from fuxi_torchrec.encoders.norms import layer_norm, rms_norm
 from fuxi_torchrec.ops import backends
 from fuxi_torchrec.ops.native import block as native
+from fuxi_torchrec.ops.native import rows as by_row
 from fuxi_torchrec.ops.product import product
 
 # What a block keeps of B users: a tensor per channel, by the channel's name.
@@ -83,14 +84,11 @@ class Block(nn.Module):
 
     def merge(self, x_TD: Tensor, u: Tensor, ys: Sequence[Tensor]) -> Tensor:
         """Norm and gate the channels' rows, mix them, and run the feed-forward network."""
-        return self.mix(x_TD, torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u)
-
-    def mix(self, x_TD: Tensor, gated: Tensor, times: Callable[[Tensor, Tensor], Tensor] = torch.matmul) -> Tensor:
-        """From the gated channels to the block's output."""
+        gated = torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u
         # not addmm: it rounds onto the residual at every step of the sum when there are one or two rows
-        z = times(self.dropout(gated), self.out_proj) + x_TD
-        linear, gate = times(self.dropout(rms_norm(z)), self.ffn_in).chunk(2, dim=-1)
-        return times(linear * F.silu(gate), self.ffn_out) + z
+        z = self.dropout(gated) @ self.out_proj + x_TD
+        linear, gate = (self.dropout(rms_norm(z)) @ self.ffn_in).chunk(2, dim=-1)
+        return (linear * F.silu(gate)) @ self.ffn_out + z
 
     def forward(
         self,
@@ -131,9 +129,12 @@ class Block(nn.Module):
         )
         events = native.Events(sequences.bounds, *sequences.phases, sequences.ticks_T, sequences.start_B)
         before = None if state is None else native.Memory(**state)
-        projection = product(self.norm(x_TD), self.in_proj)
+        normed = by_row.layer_norm(x_TD) if self.official else by_row.rms_norm(x_TD)
+        projection = product(normed, self.in_proj)
         gated, after = native.block(projection, events, parameters, before, self.official, with_state)
-        return self.mix(x_TD, gated, product), {} if after is None else after._asdict()
+        z = product(self.dropout(gated), self.out_proj) + x_TD  # from here on as in merge
+        hidden = by_row.swiglu(product(self.dropout(by_row.rms_norm(z)), self.ffn_in))
+        return product(hidden, self.ffn_out) + z, {} if after is None else after._asdict()
 
     def decode_parameters(self) -> list[Tensor]:
         """As :class:`fuxi_torchrec.ops.native.decode.Weights` has them; every channel must be on."""
