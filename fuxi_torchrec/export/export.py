@@ -57,6 +57,8 @@ RULES = {
     "items": "index 0 is an item nobody knows: part of histories, never recommended",
     "rare items": "an item of later events that neither the model nor other-items.parquet has is index 0 too, unless "
     "log.rare_items is drop and log.min_item_events above 1: then its events are left out until the next full export",
+    "repeats": "where the model has them, items of window_item score window_score, over the temperature, in place of "
+    "the inner product; the best k are those of both, of the index's best k + window without the window's",
     "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
 }
 
@@ -93,11 +95,6 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
     options, output = options or ExportOptions(), Path(output)
     with raise_on_all_ranks("preparing the export"):
         NewDirectory(output).check()
-        if run.config.task.repeats.window:
-            raise ExportError(
-                f"{run.directory.path}: trained with task.repeats.window = {run.config.task.repeats.window}: an export "
-                "does not hold users' windows, and would answer otherwise than the model; train with window 0 to export"
-            )
         as_of = choose_as_of(run, options)
         if run.config.features.user:
             raise ExportError(
@@ -144,7 +141,7 @@ class _Exporter(ExportJob):
         manifest = Manifest(
             model=strict_yaml.to_dict(config)["model"],
             model_id=weights,
-            **self.run.module.task.exported(),
+            **self.about,
             dimension=config.model.dim,
             as_of=self.as_of,
             max_length=config.batch.max_length,
@@ -231,7 +228,8 @@ class _Exporter(ExportJob):
             return
 
         def work() -> None:
-            worst = write_programs(detached(self.run.encoder), self.similarity, self.directory / PROGRAMS)
+            encoder, bias = detached(self.run.encoder), self.bias()
+            worst = write_programs(encoder, self.similarity, self.directory / PROGRAMS, bias, self.about["temperature"])
             logger.info("portable programs differ from the encoder by at most %.1e", worst)
             self.wrote(f"{PROGRAMS}/{QUERY}", f"{PROGRAMS}/{APPEND}")
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from fuxi_torchrec.evaluation.loading import Loaded
 from fuxi_torchrec.export.bundle import FileEntry, IdType, describe_file
 from fuxi_torchrec.export.options import ExportOptions
+from fuxi_torchrec.tasks.repeats import RepeatBias, RepeatsConfig
+from fuxi_torchrec.tasks.window_state import window_bytes
 
 
 class ExportJob:
@@ -18,7 +20,9 @@ class ExportJob:
     Attributes:
         first: whether this is rank 0.
         files: what this rank wrote.
-        record_bytes: of a user's state; 0 where none are stored.
+        about: what the task says of scores.
+        window: items of a user's window; 0 where scores have no bias.
+        record_bytes: of a user's state and window; 0 where none are stored.
         features: of events, in the model's order.
     """
 
@@ -26,13 +30,24 @@ class ExportJob:
         self.run, self.directory, self.options, self.as_of = run, directory, options, as_of
         self.world, self.first, self.similarity = run.world, run.world.rank == 0, run.config.loss.similarity
         self.files: dict[str, FileEntry] = {}
-        self.record_bytes = run.encoder.state_bytes
+        self.about = run.module.task.exported()
+        self.window = int(self.about.get("repeats", {}).get("window", 0))
+        self.record_bytes = run.encoder.state_bytes and run.encoder.state_bytes + window_bytes(self.window)
         about = {feature.name: feature for feature in run.dataset.info.features}
         self.features = tuple(
             replace(about[table.feature], rows=table.rows, pooling=table.pooling) for table in run.tables.features
         )
         of_items = run.lookups.items
         self.item_features = () if of_items is None else of_items.table.features
+
+    def bias(self) -> RepeatBias | None:
+        """A copy of the bias for items of users' windows, on the host; None if there is none."""
+        if not self.window:
+            return None
+        bias = RepeatBias(RepeatsConfig(**self.about["repeats"]), self.run.config.model.dim)
+        weights = self.run.module.task.exported_weights()
+        bias.load_state_dict({name: value.detach().cpu() for name, value in weights.items()})
+        return bias.eval().requires_grad_(False)
 
     def wrote(self, *names: str) -> None:
         """Note files of this rank, which are whole."""

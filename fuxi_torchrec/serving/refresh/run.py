@@ -45,6 +45,7 @@ from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.refresh.new_events import NewEvents
 from fuxi_torchrec.serving.refresh.new_items import link_file
 from fuxi_torchrec.serving.refresh.summary import Summary
+from fuxi_torchrec.serving.windowed import WindowedStates
 
 logger = get_logger(__name__)
 
@@ -122,7 +123,7 @@ class RefreshRun:
         next_number = max(numbers, default=-1) + 1
         for begin in range(0, len(fresh), PART_USERS):
             some = fresh[begin : begin + PART_USERS]
-            users = Users.new(ids.take(pa.array(some)), self.manifest.dimension)
+            users = self._new_users(ids.take(pa.array(some)))
             nothing, number = Histories.empty(len(some), self.manifest.features), next_number + begin // PART_USERS
             self._write_part(number, users, nothing, events.select(some), None, True)
         with self.clock("files"):
@@ -176,9 +177,9 @@ class RefreshRun:
             self._link_part(number)
             return
         with self.clock("reading"):
-            users = read_users(self._path(USERS, number))
+            users = read_users(self._path(USERS, number), window=self.manifest.window)
             if not len(users):
-                users = Users.new(users.ids, self.manifest.dimension)
+                users = self._new_users(users.ids)
         last = np.repeat(np.where(users.events[touched] > 0, users.last_time[touched], 0), events.lengths)
         on_time = events.times >= last
         self.summary.late_events += int((~on_time).sum())
@@ -201,7 +202,7 @@ class RefreshRun:
         place = np.full(len(users), len(events))
         place[touched] = np.arange(len(touched))
         added = Histories.stack((events, Histories.empty(1, self.manifest.features))).select(place)
-        users = Users.stack((users, Users.new(new_ids, self.manifest.dimension)))
+        users = Users.stack((users, self._new_users(new_ids)))
         histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.features)))
         added = Histories.stack((added, new_events))
         kept = np.flatnonzero(~np.concatenate((forgotten, np.zeros(len(new_ids), bool))))
@@ -210,6 +211,9 @@ class RefreshRun:
             path, size = self._path(STATES, number, "bin"), self.manifest.state_bytes - TRAILER_BYTES
             old_states = StateFile.open(path, self.manifest.model_id, size)
         self._write_part(number, users.select(kept), histories.select(kept), added.select(kept), old_states, changes)
+
+    def _new_users(self, ids: pa.Array) -> Users:
+        return Users.new(ids, self.manifest.dimension, self.manifest.window)
 
     def _histories(self, number: int, users: Users) -> Histories:
         path = self._path(HISTORIES, number)
@@ -305,13 +309,17 @@ class RefreshRun:
             place = {row: n for n, row in enumerate(continued + encoded)}
             if queried:
                 chosen = state.select([place[row] for row in queried])
-                users.embedding[queried] = self.model.vectors(chosen, np.full(len(queried), self.as_of)).numpy()
-                users.as_of[queried] = self.as_of
+                times = np.full(len(queried), self.as_of)
+                vectors = self.model.vectors(chosen, times)
+                users.embedding[queried], users.as_of[queried] = vectors.numpy(), self.as_of
+                if self.manifest.window:
+                    items, scores = self.model.window_scores(chosen, vectors, times)
+                    users.window_item[queried], users.window_score[queried] = items.numpy(), scores.numpy()
                 self.summary.requeried_users += len(queried)
         if new_states is None:
             return
         with self.clock("files"):
-            assert isinstance(state, EncoderState)
+            assert isinstance(state, EncoderState | WindowedStates)
             records |= dict(zip(place, state.to_bytes(), strict=True))
             enough = joined.lengths >= self.manifest.state_min_events
             kept = [row for row in rows.tolist() if row in records and enough[row]]
