@@ -54,7 +54,7 @@ def adding(export: str, scratch: Path) -> tuple[float, int, int]:
         import pyarrow.parquet as pq
 
         ids = pq.read_table(users[0], columns=["user_id"])["user_id"].to_pylist()[:200]
-        values = {name: column.to_pylist() for name, column in recommender._model.composer.values.items()}
+        values = {name: column.to_pylist() for name, column in recommender._model.composer.features.values.items()}
         records = [
             {file.id_column: 10**9 + n, **{name: each[n % len(each)] for name, each in values.items()}}
             for n in range(NEW_ITEMS)

@@ -74,10 +74,6 @@ class Tables:
     def has_item_features(self) -> bool:
         return bool(self.of_items) or self.item_inputs > 0
 
-    @property
-    def has_user_features(self) -> bool:
-        return bool(self.of_users) or self.user_inputs > 0
-
     def resolved(self, change: Callable[[Table], Table]) -> "Tables":
         """With every table changed."""
         changed = {name: tuple(map(change, getattr(self, name))) for name in ("features", "of_items", "of_users")}

@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders import checks
 from fuxi_torchrec.encoders.cache import CachedState, History
+from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.stack import Batch, StackEncoder
 from fuxi_torchrec.ops.cached import query_blocks
 from fuxi_torchrec.ops.chunks import Chunks
@@ -144,8 +145,14 @@ class PendingEncoder(CachedEncoder):
     """An encoder of cached blocks whose outputs depend on the time of the next event.
 
     So does what deeper blocks keep: the last event waits as it came, is run through all blocks at every query, and
-    committed when its successor arrives.
+    committed when its successor arrives. Its blocks have weights of the distance and of the time between events.
     """
+
+    def reset_positions(self) -> None:
+        nn.init.xavier_normal_(self.positions)
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        return list(block.relative.curves(per_second))
 
     def _commit(
         self, state: CachedState, rows: Tensor, batch: Batch, last_B: Tensor

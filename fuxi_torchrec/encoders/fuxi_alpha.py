@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
 from fuxi_torchrec.encoders.cached import CachedBlock, Earlier, Kept, PendingEncoder, tile_chunks
-from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.hstu import RelativeWeights
 from fuxi_torchrec.encoders.norms import rms_norm
 from fuxi_torchrec.encoders.released import Names, ReleasedLayer, linear_names
@@ -110,6 +109,7 @@ class FuXiAlphaEncoder(PendingEncoder):
     """FuXi-α: attends to every event, time-aware; see the module."""
 
     config_class = FuXiAlphaConfig
+    block_class = FuXiAlphaBlock
     config: FuXiAlphaConfig
     tables = ("position_table", "time_table")
     released_prefix = "_fuxi._attention_layers."
@@ -120,15 +120,6 @@ class FuXiAlphaEncoder(PendingEncoder):
         "relative.time_table": "_rel_attn_bias._ts_w",
         **GatedFFN.released_names,
     }
-
-    def make_block(self) -> nn.Module:
-        return FuXiAlphaBlock(self.config)
-
-    def reset_positions(self) -> None:
-        nn.init.xavier_normal_(self.positions)
-
-    def curves(self, block: Any, per_second: int) -> list[Curve]:
-        return block.relative.curves(per_second)
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class FuXiBetaEncoder(PendingEncoder):
     """FuXi-β: attention-free maps over every event, time-aware; see the module."""
 
     config_class = FuXiBetaConfig
+    block_class = FuXiBetaBlock
     config: FuXiBetaConfig
     tables = ("position_table",)
     released_prefix = "_fuxi._attention_layers."
@@ -94,17 +95,11 @@ class FuXiBetaEncoder(PendingEncoder):
     def released_names(self) -> Names:  # type: ignore[override]
         return _names(self.config.time_function)
 
-    def make_block(self) -> nn.Module:
-        return FuXiBetaBlock(self.config)
-
-    def reset_positions(self) -> None:
-        nn.init.xavier_normal_(self.positions)
-
     def curves(self, block: Any, per_second: int) -> list[Curve]:
         gap = torch.cat((torch.zeros(1), torch.logspace(-3, 8, 45) * per_second)).long().unique()
         weights = TimeMap(block.function, torch.cat((block.time_scale, block.time_rate))).weights(gap)
         over_time = Curve("weight of an event after a time", (gap / per_second).tolist(), weights.tolist(), "time")
-        return [over_time, *block.relative.curves(per_second)]
+        return [over_time, *super().curves(block, per_second)]
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -112,6 +112,7 @@ class HSTUEncoder(PendingEncoder):
     """HSTU: attends to every event, time-aware; see the module."""
 
     config_class = HSTUConfig
+    block_class = HSTUBlock
     config: HSTUConfig
     tables = ("position_table", "time_table")
     released_prefix = "_hstu._attention_layers."
@@ -122,15 +123,6 @@ class HSTUEncoder(PendingEncoder):
         "relative.time_table": "_rel_attn_bias._ts_w",
         **linear_names(out="_o"),
     }
-
-    def make_block(self) -> nn.Module:
-        return HSTUBlock(self.config)
-
-    def reset_positions(self) -> None:
-        nn.init.xavier_normal_(self.positions)
-
-    def curves(self, block: Any, per_second: int) -> list[Curve]:
-        return block.relative.curves(per_second)
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -102,10 +102,6 @@ class LogSpec(Record):
     on_bad_rows: OnBadRows = "error"
     columns: dict[str, str] = field(default_factory=dict)
 
-    @staticmethod
-    def from_dict(plain: dict[str, Any]) -> "LogSpec":
-        return LogSpec(**{**plain, "features": tuple(plain["features"])})
-
     @property
     def drops_rare_items(self) -> bool:
         """Whether an item that the dataset does not have is left out of histories, not part of them as index 0."""

@@ -19,28 +19,30 @@ from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.evaluation.loading import Loaded, own_dataset
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.feature_files import FeatureFile
-from fuxi_torchrec.events.features import Feature
+from fuxi_torchrec.events.features import Owner
 from fuxi_torchrec.events.times import NAMES, last_time, likely_unit, parse_time, show_time
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
     FEATURES,
     HISTORIES,
     INDEX,
-    ITEM_FEATURES,
     ITEMS,
+    OWNED,
     PROGRAMS,
     STATES,
+    USER_ROWS,
     USERS,
     ExportError,
     FileEntry,
     Manifest,
+    values_folder,
     write_manifest,
 )
 from fuxi_torchrec.export.job import ExportJob, id_type
 from fuxi_torchrec.export.options import ExportOptions
 from fuxi_torchrec.export.programs import APPEND, QUERY, detached, write_programs
 from fuxi_torchrec.export.states import TRAILER_BYTES
-from fuxi_torchrec.export.tables import model_id, write_items, write_other_items, write_tables
+from fuxi_torchrec.export.tables import model_id, write_items, write_other_items, write_tables, write_user_rows
 from fuxi_torchrec.export.users import export_users
 from fuxi_torchrec.logging import get_logger
 
@@ -59,7 +61,9 @@ RULES = {
     "log.rare_items is drop and log.min_item_events above 1: then its events are left out until the next full export",
     "repeats": "where the model has them, items of window_item score window_score, over the temperature, in place of "
     "the inner product; the best k are those of both, of the index's best k + window without the window's",
-    "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
+    "programs": "a state is (count, pending_time, pending, one tensor per channel), users first; query takes rows of "
+    "user-rows/ too, 0 for users that have none, where there are features of users",
+    "features of users": "the row of user-rows/ is added to the encoder's output; users that are not there have none",
 }
 
 
@@ -96,11 +100,6 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
     with raise_on_all_ranks("preparing the export"):
         NewDirectory(output).check()
         as_of = choose_as_of(run, options)
-        if run.config.features.user:
-            raise ExportError(
-                f"features.user ({', '.join(run.config.features.user)}) cannot be exported: an export has no features "
-                "of users to add to their queries. Train without them, or evaluate only"
-            )
         if options.index and find_spec("faiss") is None:
             raise ExportError("faiss is not installed: pip install fuxi_torchrec[serve], or leave it out: --no-index")
     new = NewDirectory(output)
@@ -108,7 +107,8 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
         with raise_on_all_ranks("making the output directory"):
             if run.world.rank == 0:
                 place = new.begin()
-                for folder in (FEATURES, ITEM_FEATURES, ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
+                folders = (FEATURES, *map(values_folder, OWNED), ITEMS, USERS, USER_ROWS, HISTORIES, STATES, PROGRAMS)
+                for folder in folders:
                     (place / folder).mkdir()
         manifest = _Exporter(run, new.place, options, as_of).write()
         with raise_on_all_ranks("renaming the output"):
@@ -127,6 +127,7 @@ class _Exporter(ExportJob):
         write_tables(self)
         weights = model_id(self)
         items = write_items(self)
+        write_user_rows(self)
         run_on_rank_0(self.world, "writing other items", lambda: write_other_items(self))
         self._feature_values()
         users, states = export_users(self, weights)
@@ -154,8 +155,10 @@ class _Exporter(ExportJob):
             user_id_type=id_type(self.run.maker.reader.ids_of(np.zeros(0, np.int64)).type),
             log=info.log,
             features=self.features,
-            item_features=self.item_features,
-            item_file=self._item_file(),
+            item_features=self.owned["item"],
+            item_file=self._file_of("item"),
+            user_features=self.owned["user"],
+            user_file=self._file_of("user"),
             index=index or {},
             dataset=info.fingerprint,
             run={
@@ -176,13 +179,11 @@ class _Exporter(ExportJob):
         run = self.run
 
         def work() -> None:
-            wanted: list[tuple[str, Feature]] = [(FEATURES, feature) for feature in self.features]
-            wanted += [(ITEM_FEATURES, feature) for feature in self.item_features]
-            for folder, feature in wanted:
+            for feature in (*self.features, *self.owned["item"], *self.owned["user"]):
                 if not feature.vocabulary:
                     continue
                 dataset = own_dataset(run.config, run.info, run.dataset, feature.name)
-                file = f"{folder}/{feature.name}.parquet"
+                file = f"{values_folder(feature.owner)}/{feature.name}.parquet"
                 values = dataset.feature_values(feature.name, feature.owner)
                 table = pa.table({"value": values, "index": pa.array(np.arange(1, len(values) + 1))})
                 parquet.write_table(self.directory / file, table)
@@ -190,13 +191,13 @@ class _Exporter(ExportJob):
 
         run_on_rank_0(self.world, "writing features", work)
 
-    def _item_file(self) -> FeatureFile:
-        """How a file of new items is read: the columns that the model reads, and those that are shown."""
-        if not self.item_features:
+    def _file_of(self, owner: Owner) -> FeatureFile:
+        """How a file of items or users is read: the columns that the model reads, and those that are shown."""
+        names = {feature.name for feature in self.owned[owner]}
+        if not names:
             return FeatureFile()
         run = self.run
-        file = own_dataset(run.config, run.info, run.dataset, "features").info.item_features.file
-        names = {feature.name for feature in self.item_features}
+        file = own_dataset(run.config, run.info, run.dataset, "features").owned(owner).file
         columns = tuple(spec for spec in file.columns if spec.kind == "display" or spec.name in names)
         return replace(file, columns=columns)
 
@@ -228,8 +229,9 @@ class _Exporter(ExportJob):
             return
 
         def work() -> None:
-            encoder, bias = detached(self.run.encoder), self.bias()
-            worst = write_programs(encoder, self.similarity, self.directory / PROGRAMS, bias, self.about["temperature"])
+            user_rows, place = self.run.lookups.users is not None, self.directory / PROGRAMS
+            repeats = (self.bias(), self.about["temperature"])
+            worst = write_programs(detached(self.run.encoder), self.similarity, place, user_rows, *repeats)
             logger.info("portable programs differ from the encoder by at most %.1e", worst)
             self.wrote(f"{PROGRAMS}/{QUERY}", f"{PROGRAMS}/{APPEND}")
 

@@ -7,7 +7,9 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
+from fuxi_torchrec.embeddings.owned import FeatureLookup
 from fuxi_torchrec.evaluation.loading import Loaded
+from fuxi_torchrec.events.features import Owner
 from fuxi_torchrec.export.bundle import FileEntry, IdType, describe_file
 from fuxi_torchrec.export.options import ExportOptions
 from fuxi_torchrec.tasks.repeats import RepeatBias, RepeatsConfig
@@ -24,6 +26,7 @@ class ExportJob:
         window: items of a user's window; 0 where scores have no bias.
         record_bytes: of a user's state and window; 0 where none are stored.
         features: of events, in the model's order.
+        owned: features of items and of users, likewise.
     """
 
     def __init__(self, run: Loaded, directory: Path, options: ExportOptions, as_of: int) -> None:
@@ -37,8 +40,8 @@ class ExportJob:
         self.features = tuple(
             replace(about[table.feature], rows=table.rows, pooling=table.pooling) for table in run.tables.features
         )
-        of_items = run.lookups.items
-        self.item_features = () if of_items is None else of_items.table.features
+        lookups: dict[Owner, FeatureLookup | None] = {"item": run.lookups.items, "user": run.lookups.users}
+        self.owned = {owner: () if each is None else each.table.features for owner, each in lookups.items()}
 
     def bias(self) -> RepeatBias | None:
         """A copy of the bias for items of users' windows, on the host; None if there is none."""

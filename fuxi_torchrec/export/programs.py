@@ -2,12 +2,14 @@
 
 They run wherever ``torch.export.load`` does, without this package. An encoder of constant state has them. A state is
 :meth:`EncoderState.flat`, users first: ``count``, ``pending_time``, ``pending``, then one tensor per channel; with a
-bias for items of users' windows, :meth:`WindowState.tensors` follow: ``items``, ``events``, ``counts``, ``times``.
+bias for items of users' windows, :meth:`WindowState.tensors` follow: ``items``, ``events``, ``counts``, ``gaps``,
+``times``.
 """
 
 import io
+from dataclasses import fields
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from fuxi_torchrec.tasks.window_state import WindowState
 QUERY, APPEND = "query.pt2", "append.pt2"
 TOLERANCE = 1e-5  # the encoder may run other kernels than its programs, which need nothing but torch
 _CHECKED = (1, 2, 3, 8)  # users of a batch
+_WINDOW = len(fields(WindowState))  # tensors of a state that are of the window
 
 
 class _Program(nn.Module):
@@ -44,18 +47,31 @@ class Query(_Program):
             return scaled(self.encoder.query_unchecked(self._like.from_flat(state), request_times), self.similarity)
 
 
-class WindowQuery(Query):
-    """``(state, request times (B,)) -> vectors (B, D), items (B, W), bias (B, W), shift (B, D)``.
+class QueryWithUsers(Query):
+    """``(state, request times (B,), rows of the users (B, D)) -> (B, D)``: the same of users with features."""
+
+    def forward(self, state: tuple[Tensor, ...], request_times: Tensor, user_rows: Tensor) -> Tensor:  # type: ignore[override]
+        with torch.no_grad():
+            found = self.encoder.query_unchecked(self._like.from_flat(state), request_times)
+            return scaled(found + user_rows, self.similarity)
+
+
+class WindowQuery(nn.Module):
+    """``(state, request times (B,), ...) -> vectors (B, D), items (B, W), bias (B, W), shift (B, D)``, takes what the
+    query without a bias does.
 
     An item of the window, where it is not 0, scores ``(<vector + shift, e> + bias) / temperature``.
     """
 
-    def __init__(self, encoder: SequenceEncoder, similarity: str, bias: RepeatBias, temperature: float) -> None:
-        super().__init__(encoder, similarity)
-        self.bias, self.temperature = bias, temperature
+    def __init__(self, query: nn.Module, bias: RepeatBias, temperature: float) -> None:
+        super().__init__()
+        self.query, self.bias, self.temperature = query, bias, temperature
 
-    def forward(self, state: tuple[Tensor, ...], request_times: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        vectors, windows = super().forward(state[:-4], request_times), WindowState(*state[-4:])
+    def forward(
+        self, state: tuple[Tensor, ...], request_times: Tensor, user_rows: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        more = () if user_rows is None else (user_rows,)
+        vectors, windows = self.query(state[:-_WINDOW], request_times, *more), WindowState(*state[-_WINDOW:])
         found = windows.correction(self.bias, state[0], vectors, request_times, self.temperature)
         return vectors, found.ids, found.bias, found.shift
 
@@ -72,8 +88,8 @@ class WindowAppend(Append):
     """``(state, rows (B, D), times (B,), items (B,)) -> state``: dense indices of the items, 0 for unknown ones."""
 
     def forward(self, state: tuple[Tensor, ...], rows: Tensor, times: Tensor, items: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        windows = WindowState(*state[-4:]).append_one(items, state[0], times)
-        return (*super().forward(state[:-4], rows, times), *windows.tensors())
+        windows = WindowState(*state[-_WINDOW:]).append_one(items, state[0], times)
+        return (*super().forward(state[:-_WINDOW], rows, times), *windows.tensors())
 
 
 def example(encoder: SequenceEncoder, users: int, seed: int = 0) -> tuple[EncoderState, Tensor, Tensor]:
@@ -90,17 +106,28 @@ def example(encoder: SequenceEncoder, users: int, seed: int = 0) -> tuple[Encode
 
 
 def write_programs(
-    encoder: SequenceEncoder, similarity: str, directory: Path, bias: RepeatBias | None = None, temperature: float = 1.0
+    encoder: SequenceEncoder,
+    similarity: str,
+    directory: Path,
+    with_user_rows: bool = False,
+    bias: RepeatBias | None = None,
+    temperature: float = 1.0,
 ) -> float:
-    """Export both, save them, and compare what was saved with the encoder; the largest difference."""
+    """Export both, save them, and compare what was saved with the encoder; the largest difference.
+
+    Args:
+        with_user_rows: the query takes what features of users add to the encoder's output.
+        bias: for items of users' windows, which are part of the state then.
+    """
     window = bias.config.window if bias is not None else 0
-    plain = (Query(encoder, similarity), Append(encoder))
-    made = plain if bias is None else (WindowQuery(encoder, similarity, bias, temperature), WindowAppend(encoder))
+    query: nn.Module = (QueryWithUsers if with_user_rows else Query)(encoder, similarity)
+    made = (query, Append(encoder)) if bias is None else (WindowQuery(query, bias, temperature), WindowAppend(encoder))
     batch, (state, appended, times) = torch.export.Dim("batch", min=1), _arguments(encoder, 4, window)
+    asked = (times, appended[0]) if with_user_rows else (times,)
     per_user = {0: batch}
     shapes = tuple(per_user for _ in state)
-    programs = {
-        QUERY: (made[0], (state, times), (shapes, per_user)),
+    programs: dict[str, tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]] = {
+        QUERY: (made[0], (state, *asked), (shapes, *(per_user for _ in asked))),
         APPEND: (made[1], (state, *appended), (shapes, *(per_user for _ in appended))),
     }
     directory.mkdir(parents=True, exist_ok=True)
@@ -112,10 +139,11 @@ def write_programs(
     worst = 0.0
     for users in _CHECKED:
         state, appended, times = _arguments(encoder, users, window, seed=users)
-        after, found = _expected(encoder, similarity, bias, temperature, state, appended)
-        query = loaded[QUERY](after, times + 3600)
+        more = (appended[0],) if with_user_rows else ()
+        after, found = _expected(encoder, similarity, bias, temperature, state, appended, more)
+        queried = loaded[QUERY](after, times + 3600, *more)
         pairs = [*zip(after, loaded[APPEND](state, *appended), strict=True)]
-        pairs += zip(found, query if bias is not None else [query], strict=True)
+        pairs += zip(found, queried if bias is not None else [queried], strict=True)
         for ours, theirs in pairs:
             worst = max(worst, float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0)
     if not worst <= TOLERANCE:
@@ -146,17 +174,18 @@ def _expected(
     temperature: float,
     state: _Tensors,
     appended: _Tensors,
+    user_rows: _Tensors,
 ) -> tuple[_Tensors, _Tensors]:
     """The state after what is appended, and what a query of it an hour later gives, by the encoder itself."""
     rows, times, *items = appended
     like, users = cast(EncoderState, encoder.init_state(0)), len(times)
     before = like.from_flat(state[: len(like.flat())])
     after = cast(EncoderState, encoder.append(before, rows, torch.arange(users + 1), times))
-    vectors = scaled(encoder.query(after, times + 3600), similarity)
+    vectors = scaled(encoder.query(after, times + 3600) + sum(user_rows), similarity)
     if bias is None:
         return after.flat(), (vectors,)
     new = (each.numpy() for each in (items[0], torch.arange(users + 1), times, before.count))
-    windows = WindowState(*state[-4:]).append(*new)
+    windows = WindowState(*state[-_WINDOW:]).append(*new)
     found = windows.correction(bias, after.count, vectors, times + 3600, temperature)
     return (*after.flat(), *windows.tensors()), (vectors, found.ids, found.bias, found.shift)
 

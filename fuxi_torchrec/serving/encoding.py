@@ -13,7 +13,9 @@ from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
 from fuxi_torchrec.export.states import TRAILER_BYTES
-from fuxi_torchrec.serving.new_items import ItemComposer, pooled_rows
+from fuxi_torchrec.serving.feature_rows import UserRows, pooled_rows
+from fuxi_torchrec.serving.new_items import ItemComposer
+from fuxi_torchrec.serving.requests import UserId
 from fuxi_torchrec.serving.windowed import WindowedStates
 from fuxi_torchrec.tasks.base import Correction
 from fuxi_torchrec.tasks.window_state import WindowState, window_bytes
@@ -34,6 +36,7 @@ class UserModel:
         self.items = tables[ITEM_TABLE]
         self.features = {feature.name: tables[f"feature_{feature.name}"] for feature in self.manifest.features}
         self.composer = ItemComposer(bundle, tables)
+        self.user_rows = UserRows.read(bundle)
         self.like = self.init_state(0)
 
     def init_state(self, users: int) -> States:
@@ -93,10 +96,17 @@ class UserModel:
         return state if places == sorted(places) else state.select(np.argsort(places).tolist())
 
     @torch.inference_mode()
-    def vectors(self, state: States, times: Ints) -> Tensor:
-        """(B, D) of users at a time, as scores use them; zero without events."""
+    def vectors(self, state: States, times: Ints, users: Sequence[UserId | None] | None = None) -> Tensor:
+        """(B, D) of users at a time, as scores use them; zero without events.
+
+        Args:
+            users: whose features count; None, or None among them, has none.
+        """
         encoded = state.encoded if isinstance(state, WindowedStates) else state
-        return scaled(self.encoder.query(encoded, torch.from_numpy(times)), self.manifest.similarity)
+        found = self.encoder.query(encoded, torch.from_numpy(times))
+        if self.user_rows is not None and users is not None:
+            found = found + self.user_rows.of(users) * (state.count > 0).unsqueeze(1)
+        return scaled(found, self.manifest.similarity)
 
     @torch.inference_mode()
     def correction(self, state: States, vectors: Tensor, times: Ints) -> Correction | None:

@@ -84,6 +84,11 @@ class LiveUsers:
         """Whether there is anything about a user; needs the lock."""
         return self.stored_row(user) is not None or user in self.recent
 
+    def remembered(self, users: Sequence[UserId]) -> list[UserId | None]:
+        """Users whose features count: None for those that were forgotten."""
+        with self.lock:
+            return [None if user in self.forgotten else user for user in users]
+
     def last_time(self, user: UserId) -> int:
         """Of a user's last event, 0 if there is none; needs the lock."""
         recent = self.recent.get(user)

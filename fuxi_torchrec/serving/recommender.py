@@ -161,7 +161,8 @@ class Recommender:
         ]
         known = [snapshot.stored is not None or bool(snapshot.count) for snapshot in snapshots]
         state = states if each == list(range(len(users))) else states.select(each)
-        return self._answers(requests, state, [known[n] for n in each], seen)
+        featured = self.users.remembered(users)
+        return self._answers(requests, state, [known[n] for n in each], seen, [featured[n] for n in each])
 
     def recommend_history(
         self,
@@ -203,14 +204,19 @@ class Recommender:
         indices = [index for index in found if index != LEFT_OUT]
         history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
         seen = np.array(indices, np.int64) if request.exclude_seen else None
-        (answer,) = self._answers([request], self._model.encode(history), [True], [seen])
+        (answer,) = self._answers([request], self._model.encode(history), [True], [seen], [None])
         return replace(answer, user_id=None, unknown_items=sum(index <= UNKNOWN for index in found))
 
     def _answers(
-        self, requests: Sequence[Request], state: States, known: Sequence[bool], seen: Sequence[Ints | None]
+        self,
+        requests: Sequence[Request],
+        state: States,
+        known: Sequence[bool],
+        seen: Sequence[Ints | None],
+        users: Sequence[UserId | None],
     ) -> list[Answer]:
         times = np.array([request.time for request in requests], np.int64)
-        vectors = self._model.vectors(state, times)
+        vectors = self._model.vectors(state, times, users)
         catalogue = self._catalogue  # items may be added meanwhile
         correction = self._model.correction(state, vectors, times)
         places, scores = catalogue.search(vectors, max(request.k for request in requests), seen, correction)
@@ -360,7 +366,8 @@ class Recommender:
         state = self.states([user_id])
         if not int(state.count[0]):
             raise ValueError(f"user {user_id!r} has no events")
-        vector = self._model.vectors(state, np.array([time], np.int64))[0].numpy()
+        (user,) = self.users.remembered([user_id])
+        vector = self._model.vectors(state, np.array([time], np.int64), [user])[0].numpy()
         return nearest_users(self.bundle, vector, user_id, k)
 
     # --- inspecting --------------------------------------------------------------------------------------------------

@@ -27,19 +27,21 @@ class WindowState:
         items: int32; 0 for empty slots, which come last and whose other values are 0.
         events: int32, which of the user's events was the item's last one.
         counts: int32, how often it has occurred since it came into the window.
+        gaps: int32, how many events lie between its last two; 0 if there is one alone.
         times: int64, of that event.
     """
 
     items: Tensor
     events: Tensor
     counts: Tensor
+    gaps: Tensor
     times: Tensor
 
     @staticmethod
     def empty(users: int, width: int) -> "WindowState":
         """Of users without events."""
         none = torch.zeros(users, width, dtype=torch.int32)
-        return WindowState(none, none, none, none.long())
+        return WindowState(none, none, none, none, none.long())
 
     @staticmethod
     def of(items: Ints, offsets: Ints, times: Ints, width: int) -> "WindowState":
@@ -56,7 +58,7 @@ class WindowState:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """In the order of the attributes."""
-        return self.items, self.events, self.counts, self.times
+        return self.items, self.events, self.counts, self.gaps, self.times
 
     @property
     def nbytes(self) -> int:
@@ -79,9 +81,10 @@ class WindowState:
         end = torch.where(found.any(1), found.int().argmax(1), self.width - 1)[:, None]
         source = torch.where(slots <= end, slots - 1, slots).clamp(min=0)
         count = (self.counts * found).sum(1) + 1
+        gap = torch.where(count > 1, events - (self.events * found).sum(1), 0)
         known = (items > 0)[:, None]
         moved = []
-        for old, new in zip(self.tensors(), (items, events, count, times), strict=True):
+        for old, new in zip(self.tensors(), (items, events, count, gap, times), strict=True):
             shifted = torch.where(slots == 0, new[:, None].to(old.dtype), old.gather(1, source))
             moved.append(torch.where(known, shifted, old))
         return WindowState(*moved)
@@ -114,7 +117,8 @@ class WindowState:
         user, slot = np.nonzero((self.items > 0).numpy())
         there = bounds[user] + held[user] - 1 - slot
         old = (each.numpy()[user, slot].astype(np.int64) for each in self.tensors())
-        new = (items, np.arange(len(items)) - offsets[own] + before[own], np.ones(len(items), np.int64), times)
+        ones = np.ones(len(items), np.int64)
+        new = (items, np.arange(len(items)) - offsets[own] + before[own], ones, 0 * ones, times)
         columns = []
         for window, events in zip(old, new, strict=True):
             joined = np.empty(bounds[-1], np.int64)
@@ -125,6 +129,7 @@ class WindowState:
         last = np.full((users, self.width), -1, np.int64)
         last[some] = found.last
         columns[2] = found.counts
+        columns[3] += found.gaps(columns[1])  # a window's items have theirs, and occur for the first time here
         filled = (torch.from_numpy(np.where(last < 0, 0, column[last])) for column in columns)
         return WindowState(*(each.to(like.dtype) for each, like in zip(filled, self.tensors(), strict=True)))
 
@@ -134,6 +139,7 @@ class WindowState:
             self.items > 0,
             counts[:, None] - 1 - self.events.long(),
             self.counts.long(),
+            self.gaps.long(),
             (request_times[:, None] - self.times).clamp(min=0),
         )
 
@@ -163,6 +169,6 @@ def window_bytes(width: int) -> int:
 
     Example:
         >>> window_bytes(64)
-        1280
+        1536
     """
-    return 20 * width
+    return 24 * width

@@ -22,10 +22,16 @@ class Windows(NamedTuple):
             more. The event itself counts, and events of unknown items do not.
         counts: (T,) how often the event's item has occurred, up to and with it, since it last came into the window:
             what left the window is forgotten, so that the window alone is enough to go on from.
+        previous: (T,) the event at which the item occurred before, −1 if it was not in the window.
     """
 
     last: Ints
     counts: Ints
+    previous: Ints
+
+    def gaps(self, events: Ints) -> Ints:
+        """(T,) how many events after the one before the item occurred again, by their numbers; 0 where it did not."""
+        return np.where(self.previous >= 0, events - events[self.previous], 0)
 
 
 def find_windows(
@@ -33,7 +39,7 @@ def find_windows(
 ) -> Windows:
     """The windows of some positions, or of all events, from what precedes them in ``items``.
 
-    Counts are those of users with positions.
+    Counts and previous events are those of users with positions.
 
     Args:
         items: (T,) dense indices; 0 is unknown.
@@ -48,6 +54,8 @@ def find_windows(
         [[0, -1], [1, 0], [2, 1], [2, 1], [4, 2]]
         >>> found.counts.tolist()
         [1, 1, 2, 1, 1]
+        >>> found.previous.tolist()
+        [-1, -1, 0, -1, -1]
     """
     events = np.arange(len(items), dtype=np.int64)
     positions = events if positions is None else positions
@@ -68,7 +76,8 @@ def find_windows(
         moves &= before != previous
         slot = np.maximum.accumulate(np.where(moves, before, empty))
     again = known & (previous >= 0) & ~moves  # the item was in the window
-    return Windows(last.T, _counted(order, again, np.ones_like(items) if occurrences is None else occurrences))
+    counts = _counted(order, again, np.ones_like(items) if occurrences is None else occurrences)
+    return Windows(last.T, counts, np.where(again, previous, -1))
 
 
 def _previous(items: Ints, first: Ints) -> tuple[Ints, Ints]:

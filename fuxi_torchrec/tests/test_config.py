@@ -25,8 +25,8 @@ def test_the_keys_are_frozen():
         "learn_temporal_decay activation_checkpointing retention_chunk positional_chunk temporal_chunk",
         "tables": "init_std sharding",
         "features": "event item user id_dropout",
-        "task": "kind repeats.window repeats.periods",
-        "loss": "negatives num_negatives similarity temperature weighting",
+        "task": "kind repeats.window repeats.periods repeats.at_last repeats.without",
+        "loss": "negatives num_negatives similarity temperature weighting same_time",
         "optimizer": "kind lr table_lr scalar_lr betas eps weight_decay clip_norm warmup_steps "
         "lr_schedule decay_steps min_lr_factor",
         "train": "epochs max_steps precision pipeline",

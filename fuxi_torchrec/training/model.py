@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.inputs import ModelInput
-from fuxi_torchrec.embeddings.rows import FeatureRows, ItemLookup, pooled
+from fuxi_torchrec.embeddings.rows import FeatureCollection, FeatureRows, ItemLookup, pooled
 from fuxi_torchrec.embeddings.tables import Tables, collection
 from fuxi_torchrec.encoders import make_encoder
 from fuxi_torchrec.encoders.base import SequenceEncoder
@@ -52,7 +52,12 @@ class SequenceModel(nn.Module):
 
     def item_lookup(self) -> ItemLookup:
         """Rows of items as the task compares them, by id: its boundary for those who have no batch."""
-        return ItemLookup(self.items, self.item_features, self.head.item_pooling, self.head.item_projection)
+        head = self.head
+        return ItemLookup(self.items, FeatureCollection(self.item_features, head.item_pooling, head.item_projection))
+
+    def user_lookup(self) -> FeatureCollection:
+        """What features of users add to their queries."""
+        return FeatureCollection(self.user_features, self.head.user_pooling, self.head.user_projection)
 
 
 class Head(nn.Module):

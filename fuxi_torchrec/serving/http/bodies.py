@@ -83,6 +83,8 @@ class Bodies:
     items: type[BaseModel]
     similar: type[BaseModel]
     similar_items: type[BaseModel]
+    neighbours: type[BaseModel]
+    similar_users: type[BaseModel]
 
 
 def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
@@ -129,6 +131,8 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
         one["display"] = (dict[str, str | None], Field(description="what is shown of the item"))
     items = (_LIST[_model("Item", "One item.", one)], ...)
     answer: Fields = {"user": (user | None, ...), "items": items}
+    near = (_LIST[_model("Neighbour", "One user.", {"user_id": (user, ...), "score": (float, ...)})], ...)
+    whom: Fields = {"user_id": (user, ...), "time": question["time"], "k": question["k"]}
     given = (_LIST[_new_item(recommender, item)], Field(**most))
     return Bodies(
         _model("Recommend", "Ask for a user.", question | {"user_id": user_id}),
@@ -139,6 +143,8 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
         _model("NewItems", "Make items recommendable by their features.", {"items": given}),
         _model("Similar", "Ask for items similar to one.", {"item_id": (item, ...), "k": question["k"]}),
         _model("SimilarItems", "Similar items, best first.", {"item": (item, ...), "items": items}, BaseModel),
+        _model("Neighbours", "Ask for users similar to one.", whom),
+        _model("SimilarUsers", "Similar users, best first.", {"user": (user, ...), "users": near}, BaseModel),
     )
 
 

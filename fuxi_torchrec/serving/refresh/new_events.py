@@ -69,6 +69,12 @@ class NewEvents:
     def __len__(self) -> int:
         return len(self.histories.items)
 
+    @staticmethod
+    def none(manifest: Manifest) -> "NewEvents":
+        """Nothing happened."""
+        nobody = pa.array([], ID_TYPES[manifest.user_id_type])
+        return NewEvents(nobody, Histories.empty(0, manifest.features), 0, 0, {}, "", nobody, "export")
+
 
 def read_events(
     path: str | Path,

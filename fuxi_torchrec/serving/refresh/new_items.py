@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fuxi_torchrec.artifacts import NewDirectory, follow_umask, sync
 from fuxi_torchrec.events import parquet
-from fuxi_torchrec.events.database import Database
-from fuxi_torchrec.events.feature_files import RawFeatures, read_features
+from fuxi_torchrec.events.feature_files import RawFeatures
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
     DISPLAY,
@@ -29,13 +28,13 @@ from fuxi_torchrec.export.bundle import (
     TABLES,
     USERS,
     Bundle,
-    ExportError,
     describe_file,
     scaled,
     write_manifest,
 )
-from fuxi_torchrec.export.parts import ID_TYPES, part_name, part_number
+from fuxi_torchrec.export.parts import part_name, part_number
 from fuxi_torchrec.serving.catalogue import UNKNOWN, ItemIds
+from fuxi_torchrec.serving.feature_rows import read_file
 from fuxi_torchrec.serving.new_items import AddedItems, ItemComposer
 
 INT8_INDEX = "index-int8.faiss"
@@ -53,14 +52,8 @@ def add_items(export: str | Path, items: str | Path, output: str | Path) -> Adde
     """
     bundle = Bundle.open(export)
     tables = bundle.tables()
-    composer, file = ItemComposer(bundle, tables), bundle.manifest.item_file
-    if not composer.features:
-        raise ExportError(f"{bundle.path}: this export's model reads no features of items: it cannot take new ones")
-    with Database(in_memory=True) as database:
-        raw = read_features(database, str(items), file.id_column, file.columns)
-    kind = ID_TYPES[bundle.manifest.item_id_type]
-    if raw.ids.type != kind:
-        raise ExportError(f"{raw.where}: {file.id_column} is {raw.ids.type}, the export's items are {kind}")
+    composer = ItemComposer(bundle, tables)
+    raw = read_file(bundle, items, "item")
     there = ItemIds.read(bundle)
     new = np.flatnonzero(there.find(raw.ids) <= UNKNOWN)
     rows, unknown = composer.rows(raw)

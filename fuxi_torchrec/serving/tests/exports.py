@@ -15,7 +15,7 @@ from fuxi_torchrec.export.states import StateFile
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.tests.random_export import DAY, START, write_demo_export
 from fuxi_torchrec.serving.windowed import WindowedStates
-from fuxi_torchrec.tasks.repeats import PHASES, edges
+from fuxi_torchrec.tasks.tests.test_repeats import biases
 
 FEATURES = (Feature("action", multiple=False, pooling="sum"), Feature("tags", multiple=True, pooling="mean"))
 
@@ -182,10 +182,6 @@ def check_equals_full_export(path, logs, demo, expected_users):
     return found
 
 
-def bucket(value):
-    return sum(edge <= value for edge in edges())
-
-
 def check_window(model, row, history, vector):
     """The user's window and its scores are those of the definition."""
     wanted = window_of(model, history, vector, row["as_of"])
@@ -196,22 +192,10 @@ def check_window(model, row, history, vector):
 
 
 def window_of(model, history, vector, time):
-    """Scores of the items of a history's window, latest first, term by term."""
-    bias, entries, items = model.bias, {}, scaled(model.items, model.manifest.similarity)
-    for place, item in enumerate(history.items.tolist()):
-        if item:
-            entries[item] = (place, entries.pop(item, (0, 0))[1] + 1)
-            entries = dict(list(entries.items())[-model.manifest.window :])
-    scores = {}
-    for slot, (item, (last, count)) in enumerate(reversed(entries.items())):
-        since = max(0, time - int(history.times[last]))
-        value = items[item] @ vector / model.manifest.temperature + vector @ bias.left @ bias.right @ items[item]
-        value += bias.events_ago[bucket(len(history.items) - 1 - last)] + bias.items_ago[bucket(slot)]
-        value += bias.count[bucket(count)] + bias.since[bucket(since)] + vector @ bias.repeat
-        for n, period in enumerate(bias.config.periods):
-            value += bias.phase[n * PHASES + since % period * PHASES // period]
-        scores[item] = float(value)
-    return scores
+    """Scores of the items of a history's window, latest first, by the definition of the bias."""
+    items = scaled(model.items, model.manifest.similarity)
+    found = biases(model.bias, vector, history.items.tolist(), history.times.tolist(), time, items)
+    return {item: float(items[item] @ vector / model.manifest.temperature + bias) for item, bias in found.items()}
 
 
 def assert_states_close(one, other, tolerance=1e-5):

@@ -33,9 +33,9 @@ def test_the_window_of_a_history_is_its_last_distinct_items(histories, width):
     state = WindowState.of(*jagged(histories), jagged(times)[0], width)
     for user, (history, when) in enumerate(zip(histories, times, strict=True)):
         entries = oracle([history], width)[-1] if history else []
-        expected = [(history[event], event, count, when[event]) for event, count in entries]
+        expected = [(history[event], event, count, gap, when[event]) for event, count, gap in entries]
         got = list(zip(*(each[user].tolist() for each in state.tensors()), strict=True))
-        assert got == expected + [(0, 0, 0, 0)] * (width - len(expected))
+        assert got == expected + [(0,) * 5] * (width - len(expected))
 
 
 @given(HISTORIES, st.integers(1, 9), st.data(), st.sampled_from([0, 3, 99]))
@@ -62,10 +62,8 @@ def test_windows_are_selected_joined_and_stored():
     assert_equal(WindowState.from_bytes(records, 4), state)
     wide = torch.cat([torch.zeros(1, 4, dtype=torch.uint8), records[:1]], 1)
     assert_equal(WindowState.from_bytes(wide[:, 4:], 4), state.select(torch.tensor([0])))
-    some = state.select(torch.tensor([2, 0]))
-    assert_equal(
-        WindowState.concatenate([some, state.select(torch.tensor([1]))]), state.select(torch.tensor([2, 0, 1]))
-    )
+    some, others = state.select(torch.tensor([2, 0])), state.select(torch.tensor([1]))
+    assert_equal(WindowState.concatenate([some, others]), state.select(torch.tensor([2, 0, 1])))
     assert state.nbytes == 3 * window_bytes(4)
 
 
@@ -75,4 +73,6 @@ def test_entries_are_counted_from_the_request():
     assert found.there.tolist() == [[True, True, False], [False] * 3]
     assert found.events_ago[0, :2].tolist() == [0, 1]
     assert found.counts[0, :2].tolist() == [2, 1]
+    assert found.gaps[0, :2].tolist() == [2, 0]
+    assert found.leads[0, :2].tolist() == [2, 1]  # the other one came right after the first time of the last
     assert found.since[0, :2].tolist() == [0, 5]  # a time before the event counts as its own
