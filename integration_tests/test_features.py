@@ -1,6 +1,8 @@
 """Items and users with features: prepared, trained, evaluated, exported, served; and items that nobody has had."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +14,7 @@ from fuxi_torchrec.data.prepare import PrepareOptions, prepare
 from fuxi_torchrec.events.sources import events
 from fuxi_torchrec.export.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.store import read_store
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
 
@@ -179,7 +182,7 @@ def test_new_items_that_cannot_be_taken_are_refused_and_leave_nothing(place, run
         assert recommender.info()["items"] == 60
         done = recommender.add_items([item | {"brand": "never seen"}])
         assert done.added == 1 and done.unknown_values == 1
-    assert len((place / "log-2" / "items.jsonl").read_text().splitlines()) == 1
+    assert len(read_store(place / "log-2").items) == 1
 
 
 @pytest.mark.timeout(120)
@@ -218,7 +221,7 @@ def test_neighbours_are_the_users_with_the_nearest_vectors(place, run, capsys):
     expected = [ids[n] for n in np.argsort(-(rows @ rows[own])).tolist() if n != own][:5]
     with Recommender.load(place / "export", log_dir=place / "log-5") as recommender:
         assert recommender.similar_users(4, recommender.manifest.as_of, 5).users == expected
-        with pytest.raises(ValueError, match="user 999 has no events"):
+        with pytest.raises(ValueError, match="user_id 999 has no events"):
             recommender.similar_users(999, recommender.manifest.as_of)
     assert recommend.main(["--export", str(place / "export"), "--neighbours-of", "4", "-k", "5"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -263,6 +266,35 @@ def test_rows_of_an_export_have_features(place, run):
     assert index == 60
     for row, vector in enumerate(vectors(place / "export").values(), 1):
         torch.testing.assert_close(torch.tensor(vector), found[row])
+
+
+@pytest.mark.timeout(120)
+def test_an_approximate_index_finds_added_items_too(place, run, workers):
+    workers(1).run(exported, run, place / "hnsw", exact_items=1)
+    table = features_of(range(1, 61))
+    with Recommender.load(place / "hnsw", log_dir=place / "log-9") as recommender:
+        assert recommender._catalogue._faiss is not None
+        recommender.add_items([record(table, n - 1) | {"item_id": n + 1000} for n in range(51, 61)])
+        found = recommender.recommend([3], END, k=70)[0]
+    with Recommender.load(place / "hnsw", log_dir=place / "log-9", search="exact") as recommender:
+        expected = recommender.recommend([3], END, k=70)[0]
+    assert set(found.items) == set(expected.items) and {n + 1000 for n in range(51, 61)} < set(found.items)
+    assert found.scores == pytest.approx(expected.scores, abs=1e-4)
+
+
+def test_a_vocabulary_past_its_table_is_refused(place, run):
+    from fuxi_torchrec.events import parquet
+    from fuxi_torchrec.export.bundle import describe_file, write_manifest
+
+    forged, name = place / "forged", "item-features/brand.parquet"
+    shutil.copytree(place / "export", forged)
+    table, manifest = pq.read_table(forged / name), Bundle.open(forged).manifest
+    more = pa.table({"value": ["one more"], "index": pa.array([len(table) + 1], table["index"].type)})
+    (forged / name).unlink()
+    parquet.write_table(forged / name, pa.concat_tables([table, more]))
+    write_manifest(forged, replace(manifest, files={**manifest.files, name: describe_file(forged / name)}))
+    with pytest.raises(ExportError, match=r"brand has \d+ values and \d+ rows"):
+        Recommender.load(forged, log_dir=place / "log-10")
 
 
 # --- features of users ------------------------------------------------------------------------------------------------

@@ -53,6 +53,14 @@ class CachedBlock(nn.Module):
         raise NotImplementedError
 
 
+class PendingBlock(CachedBlock):
+    """A block of a :class:`PendingEncoder`."""
+
+    def kept(self, x_TD: Tensor) -> Kept:
+        """What later events need of these, alone: the last block's rows are not needed when events are committed."""
+        raise NotImplementedError
+
+
 class Earlier:
     """The earlier events of a batch's users, as one block has them."""
 
@@ -131,10 +139,12 @@ class CachedEncoder(StackEncoder):
     def _answer(self, state: CachedState, request_B: Tensor) -> Tensor:
         return state.pending.clone()
 
-    def _through(self, rows: Tensor, batch: Batch, histories: tuple[History, ...]) -> tuple[Tensor, list[Tensor]]:
-        """All blocks: the rows, and what is to be kept of them."""
+    def _through(
+        self, rows: Tensor, batch: Batch, histories: tuple[History, ...], blocks: int | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """All blocks, or the first few: the rows, and what is to be kept of them."""
         new: list[Tensor] = []
-        for block in self.layers:
+        for block in self.layers[:blocks]:
             earlier = Earlier(batch.offsets, histories, 1 + len(new), len(block.cache_shapes()))
             rows, kept = block(rows, batch, earlier)
             new += kept
@@ -171,8 +181,9 @@ class PendingEncoder(CachedEncoder):
         committed = Batch(offsets, times[place_T], batch.time_T[last_B])
         histories = state.histories
         if len(place_T):
-            _, new = self._through(both[place_T], committed, histories)
-            histories = _extended(histories, committed, new)
+            *_, last = self.layers
+            rows_in, new = self._through(both[place_T], committed, histories, len(self.layers) - 1)
+            histories = _extended(histories, committed, [*new, *cast(PendingBlock, last).kept(rows_in)])
         return rows[last_B], histories
 
     def _answer(self, state: CachedState, request_B: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
-from fuxi_torchrec.encoders.cached import CachedBlock, Earlier, Kept, PendingEncoder, tile_chunks
+from fuxi_torchrec.encoders.cached import Earlier, Kept, PendingBlock, PendingEncoder, tile_chunks
 from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.fuxi_alpha import GatedFFN, head_by_head
 from fuxi_torchrec.encoders.hstu import DistanceWeights
@@ -44,7 +44,7 @@ class FuXiBetaConfig(FeedForwardConfig):
             raise ValueError(f"time_function must be 'exp' or 'pow', not {self.time_function!r}")
 
 
-class FuXiBetaBlock(CachedBlock):
+class FuXiBetaBlock(PendingBlock):
     """The two maps, then the feed-forward network."""
 
     def __init__(self, config: FuXiBetaConfig) -> None:
@@ -63,7 +63,7 @@ class FuXiBetaBlock(CachedBlock):
         return ((self.heads, self.widths[1] // self.heads),)
 
     def forward(self, x_TD: Tensor, batch: Batch, earlier: Earlier | None = None) -> tuple[Tensor, Kept]:
-        u, v = F.silu(rms_norm(x_TD) @ self.uv).split(self.widths, -1)
+        u, v = self._project(x_TD)
         distance_P, time_P = self.relative.by_distance, at_least_float32(torch.cat((self.time_scale, self.time_rate)))
         clocks = batch.time_T, batch.next_time_T
         by_position, by_time = relative_maps(v, distance_P, time_P, self.function, clocks, tile_chunks(batch))
@@ -79,6 +79,13 @@ class FuXiBetaBlock(CachedBlock):
                 by_time[rows] += of_time
         y = rms_norm(head_by_head(self.heads, by_position, by_time))
         return self.ffn(u * y.to(u.dtype), x_TD), (v.unflatten(-1, (self.heads, -1)),)
+
+    def kept(self, x_TD: Tensor) -> Kept:
+        _, v = self._project(x_TD)
+        return (v.unflatten(-1, (self.heads, -1)),)
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        return F.silu(rms_norm(x_TD) @ self.uv).split(self.widths, -1)
 
 
 class FuXiBetaEncoder(PendingEncoder):

@@ -73,6 +73,13 @@ class EncoderState:
         pending: (B, D), the last event's row as it enters the first block; zero without events.
         memory: of each block, by channel, (B, ...): what it keeps of the committed events, decayed to the pending
             one's time; float64 where a channel needs it.
+
+    Example:
+        >>> from fuxi_torchrec import EncoderState, FuXiLinearConfig, FuXiLinearEncoder
+        >>> encoder = FuXiLinearEncoder(FuXiLinearConfig(dim=16, num_layers=1, num_heads=1))
+        >>> records = encoder.init_state(3).to_bytes()  # a row of bytes for each user, of one size
+        >>> EncoderState.from_bytes(records, like=encoder.init_state(0)).count
+        tensor([0, 0, 0])
     """
 
     fingerprint: int

@@ -9,7 +9,8 @@ encoder.safetensors          the encoder's parameters, by their names in its cla
 repeats.safetensors          the bias for items of users' windows; none if the model has none
 tables.safetensors           item_table (items + 1, D), with features of items, and feature_NAME of each feature of
                              events: raw rows; item_feature_NAME and item_projection (D, inputs) make rows of new items,
-                             user_feature_NAME and user_projection those of users with other features
+                             user_feature_NAME and user_projection those of users with other features;
+                             event_projection takes numbers and vectors of events
 features/NAME.parquet        value, index: what text values of a feature stand for; none if they are numbers
 item-features/NAME.parquet   the same of features of items; user-features/ of users
 user-rows/part-00000.parquet user_id, row: of users with features, what is added to the encoder's output for the query
@@ -306,7 +307,7 @@ class Bundle:
 
     def tables(self) -> dict[str, Tensor]:
         """Raw rows of the item table and of features."""
-        path, names = self.file(TABLES), [f"feature_{feature.name}" for feature in self.manifest.features]
+        path, names = self.file(TABLES), [f"feature_{f.name}" for f in self.manifest.features if f.in_table]
         try:
             tables = load_file(path)
         except SafetensorError as error:
@@ -320,7 +321,7 @@ class Bundle:
 
     def feature_rows(self) -> dict[str, int]:
         """How many rows the table of each feature has."""
-        names = [feature.name for feature in self.manifest.features]
+        names = [feature.name for feature in self.manifest.features if feature.in_table]
         if not names:
             return {}
         with safe_open(self.file(TABLES), "pt") as file:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import NewDirectory
@@ -114,7 +115,7 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
         with raise_on_all_ranks("renaming the output"):
             if run.world.rank == 0:
                 new.commit()
-    except OSError as error:  # a full disk, most likely
+    except (OSError, SafetensorError) as error:  # a full disk, most likely
         raise ExportError(f"{output}: cannot be written: {error}") from None
     finally:
         new.end()

@@ -37,9 +37,8 @@ class ExportJob:
         self.window = int(self.about.get("repeats", {}).get("window", 0))
         self.record_bytes = run.encoder.state_bytes and run.encoder.state_bytes + window_bytes(self.window)
         about = {feature.name: feature for feature in run.dataset.info.features}
-        self.features = tuple(
-            replace(about[table.feature], rows=table.rows, pooling=table.pooling) for table in run.tables.features
-        )
+        tables = (replace(about[t.feature], rows=t.rows, pooling=t.pooling) for t in run.tables.features)
+        self.features = (*tables, *run.tables.numbers)
         lookups: dict[Owner, FeatureLookup | None] = {"item": run.lookups.items, "user": run.lookups.users}
         self.owned = {owner: () if each is None else each.table.features for owner, each in lookups.items()}
 

@@ -134,8 +134,11 @@ def write_programs(
     loaded = {}
     for name, (program, arguments, shape) in programs.items():
         exported = torch.export.export(program.eval(), arguments, dynamic_shapes=shape, strict=False)
-        torch.export.save(exported, directory / name)
-        loaded[name] = torch.export.load(io.BytesIO((directory / name).read_bytes())).module()
+        written = io.BytesIO()
+        torch.export.save(exported, written)  # to memory: on a full disk torch ends the process
+        (directory / name).write_bytes(written.getvalue())
+        written.seek(0)
+        loaded[name] = torch.export.load(written).module()
     worst = 0.0
     for users in _CHECKED:
         state, appended, times = _arguments(encoder, users, window, seed=users)

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import follow_umask
@@ -22,7 +22,7 @@ from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
 from fuxi_torchrec.evaluation.loading import own_dataset
 from fuxi_torchrec.events import parquet
-from fuxi_torchrec.events.features import Owner
+from fuxi_torchrec.events.features import OWNERS
 from fuxi_torchrec.export.bundle import (
     DISPLAY,
     ENCODER,
@@ -102,8 +102,9 @@ def _own_rows(job: ExportJob) -> list[LocalPart]:
 def _projections(job: ExportJob) -> dict[str, Tensor]:
     """Weights of the projections, by their names among the tables."""
     head = job.run.module.head
-    of: dict[Owner, nn.Linear | None] = {"item": head.item_projection, "user": head.user_projection}
-    return {projection_name(owner): layer.weight for owner, layer in of.items() if layer is not None}
+    layers = (head.event_projection, head.item_projection, head.user_projection)
+    found = zip(OWNERS, layers, strict=True)
+    return {projection_name(owner): layer.weight for owner, layer in found if layer is not None}
 
 
 def write_user_rows(job: ExportJob) -> None:

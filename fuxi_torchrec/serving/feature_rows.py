@@ -14,10 +14,19 @@ from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.feature_files import RawFeatures, read_features
 from fuxi_torchrec.events.feature_learning import encode
 from fuxi_torchrec.events.features import Feature, Owner
-from fuxi_torchrec.events.histories import Column, Ragged
+from fuxi_torchrec.events.histories import Ids, Ragged
 from fuxi_torchrec.export.bundle import USER_ROWS, Bundle, ExportError, projection_name, values_folder
 from fuxi_torchrec.export.parts import ID_TYPES, combined, read_rows, read_table
 from fuxi_torchrec.serving.requests import UserId
+
+
+def projection_of(bundle: Bundle, tables: Mapping[str, Tensor], owner: Owner) -> Tensor | None:
+    """(D, inputs) of an owner's numbers and vectors; None if there are none."""
+    name, features = projection_name(owner), bundle.manifest.features_of(owner)
+    found, inputs = tables.get(name), sum(feature.inputs for feature in features)
+    if inputs and (found is None or tuple(found.shape) != (bundle.manifest.dimension, inputs)):
+        raise ExportError(f"{bundle.path}: {name} does not take the {owner}s' numbers: export again")
+    return found
 
 
 class FeatureRows:
@@ -32,16 +41,13 @@ class FeatureRows:
         manifest = bundle.manifest
         self.features, self.dimension = manifest.features_of(owner), manifest.dimension
         self.tables = {f.name: tables[f"{owner}_feature_{f.name}"] for f in self.features if f.in_table}
-        name, inputs = projection_name(owner), sum(feature.inputs for feature in self.features)
-        self.projection = tables.get(name)
-        if inputs and (self.projection is None or tuple(self.projection.shape) != (self.dimension, inputs)):
-            raise ExportError(f"{bundle.path}: {name} does not take the {owner}s' numbers: export again")
+        self.projection = projection_of(bundle, tables, owner)
         self.values: dict[str, pa.Array] = {}
         for feature in self.features:
             if feature.vocabulary:
                 table = read_table(bundle.file(f"{values_folder(owner)}/{feature.name}.parquet"), ["value", "index"])
                 self.values[feature.name] = combined(table["value"])
-                if len(table) >= feature.rows + 1 or len(self.tables[feature.name]) != feature.rows:
+                if len(table) >= feature.rows or len(self.tables[feature.name]) != feature.rows:
                     raise ExportError(
                         f"{bundle.path}: {feature.name} has {len(table)} values and {feature.rows} rows: export again"
                     )
@@ -61,7 +67,7 @@ class FeatureRows:
         return rows, sum(encoded.unknown.values())
 
 
-def pooled_rows(table: Tensor, column: Column, feature: Feature) -> Tensor:
+def pooled_rows(table: Tensor, column: Ids, feature: Feature) -> Tensor:
     """(n, D) rows of a feature's values; of several, their sum or mean."""
     if not isinstance(column, Ragged):
         return table[torch.from_numpy(column)]

@@ -1,26 +1,20 @@
-"""Items that an export does not have: their rows from their features, and the file that keeps them.
+"""Items that an export does not have: their rows from their features.
 
 A new item has the row of unknown items plus its features: what training with ``features.id_dropout`` is for.
 """
 
-import json
-import os
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.feature_files import RawFeatures, of_records
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError
 from fuxi_torchrec.export.parts import ID_TYPES
 from fuxi_torchrec.serving.feature_rows import FeatureRows
-
-NEW_ITEMS_FILE = "items.jsonl"
+from fuxi_torchrec.serving.store import Row
 
 
 @dataclass(frozen=True)
@@ -70,42 +64,9 @@ class ItemComposer:
         return self.unknown_row + rows, unknown
 
 
-class NewItemsFile:
-    """Items that were added to a service, a line for each call; on disk before the call returns."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / NEW_ITEMS_FILE
-
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        text = json.dumps(list(records))
-        new = not self.path.exists()
-        with self.path.open("a") as file:
-            file.write(json.dumps({"crc32": zlib.crc32(text.encode()), "items": text}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if new:
-            sync(self.path.parent)
-
-    def read(self) -> list[dict[str, Any]]:
-        """Of all calls; a last line that was cut short was never acknowledged."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_bytes().split(b"\n")
-        found: list[dict[str, Any]] = []
-        for number, line in enumerate(lines[:-1], 1):
-            try:
-                said = json.loads(line)
-                if zlib.crc32(said["items"].encode()) != said["crc32"]:
-                    raise ValueError("its checksum is wrong")
-                found += json.loads(said["items"])
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ExportError(f"{self.path}: line {number} is damaged: {error}: remove it to go on") from None
-        return found
-
-
-def latest(records: Sequence[dict[str, Any]], id_column: str) -> list[dict[str, Any]]:
-    """Of each item what was said last, in the order in which they first came."""
-    found: dict[Any, dict[str, Any]] = {}
-    for record in records:
-        found[record[id_column]] = record
-    return list(found.values())
+def latest(rows: Iterable[Row], id_column: str) -> dict[Any, Row]:
+    """Of each item the row of what was said last, in the order in which they first came."""
+    found: dict[Any, Row] = {}
+    for row in rows:
+        found[(row.event().features or {}).get(id_column)] = row
+    return found

@@ -1,5 +1,6 @@
 """The next item: a softmax over its score and those of candidates."""
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,11 +89,14 @@ class NextItem(Task):
         about = (constants[name] for name in ("window_counts", "window_gaps", "window_times", "window_request_times"))
         entries = Entries.of(last_PW, targets.positions, *about)
         rows_PW = items["inputs"].index_select(0, last_PW.clamp(min=0).flatten()).view(last_PW.shape)
-        none = drawn.new_zeros(0 if drawn.ndim == 2 else (len(y_PD), 0))
+        stands_for, each_own = constants["log_stands_for"], drawn.ndim == 2
         compared = Compared(
-            items["targets"],
-            torch.where(entries.there, rows_PW, -1),
-            *((none, None, drawn) if drawn.ndim == 2 else (drawn, constants.get("log_weights"), none)),
+            targets_P=items["targets"],
+            window_PW=torch.where(entries.there, rows_PW, -1),
+            pool_M=drawn.new_zeros(0) if each_own else drawn,
+            log_weights_M=None if each_own else constants.get("log_weights", drawn.new_zeros(len(drawn))) + stands_for,
+            own_PK=drawn if each_own else drawn.new_zeros(len(y_PD), 0),
+            own_log_weight=stands_for,
         )
         queries_PD = y_PD / self.config.temperature
         shifted_PD = queries_PD + repeats.shift(y_PD)
@@ -146,7 +150,9 @@ class NextItemTargets:
         if not self.repeats.window:
             return targets
         times = asked_at_last(events, request_times(events), self.repeats.at_last, self.seed, epoch)
-        return with_windows(targets, events, self.repeats.window, times)
+        targets = with_windows(targets, events, self.repeats.window, times)
+        stands_for = torch.tensor(math.log(self.sampler.stands_for(self.items)))
+        return replace(targets, constants=targets.constants | {"log_stands_for": stands_for})
 
 
 def compared(events: Events, positions: Tensor, weights: Tensor, candidates: Candidates) -> Targets:

@@ -124,11 +124,13 @@ def test_no_box_is_forgotten():
     assert {box_of(p) for p in sources()} <= set(ALLOWED)
 
 
-def test_readme_and_contributing_name_every_box_and_no_other():
+def test_readme_and_contributing_name_every_box_and_page_and_no_other():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"tests"}
     rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
     named = re.findall(r"`(?:fuxi_torchrec/)?(\w+)`", " ".join(row for row in rows if "fuxi_torchrec/" in row))
     assert set(named) == folders
+    (shown,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `docs/` |"))
+    assert set(re.findall(r"\(docs/([\w-]+\.md)\)", shown)) == {path.name for path in (ROOT / "docs").glob("*.md")}
     table = re.findall(r"(?m)^\| `(\w+\.py)` \|", (ROOT / "docs" / "contributing.md").read_text())
     assert set(table) == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
 
@@ -149,6 +151,14 @@ def test_every_public_name_is_there_and_the_functions_stay_functions_whatever_wa
         assert callable(getattr(fuxi_torchrec, name)), name
     with pytest.raises(AttributeError, match="no attribute 'exprot'"):
         fuxi_torchrec.exprot  # noqa: B018
+
+
+def test_every_public_name_has_an_example_that_runs():
+    import fuxi_torchrec
+
+    examples = " ".join(line for path in sources() for line in path.read_text().splitlines() if ">>> " in line)
+    for name in set(fuxi_torchrec.__all__) - {"__version__"}:
+        assert re.search(rf"\b{name}\(|\b{name}\.", examples), f"{name}: no doctest uses it"
 
 
 def test_preparing_and_serving_need_no_torchrec():

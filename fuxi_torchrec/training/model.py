@@ -71,6 +71,7 @@ class Head(nn.Module):
         self.item_pooling = {table.feature: table.pooling for table in tables.of_items}
         self.user_pooling = {table.feature: table.pooling for table in tables.of_users}
         std, dim = config.tables.init_std, config.model.dim
+        self.event_projection = _projection(tables.event_inputs, dim, std)
         self.item_projection = _projection(tables.item_inputs, dim, std)
         self.user_projection = _projection(tables.user_inputs, dim, std)
         self.autocast = config.train.precision == "bfloat16"
@@ -107,6 +108,8 @@ class Head(nn.Module):
     def event_rows(self, item_rows: Tensor, feature_rows: FeatureRows | None, batch: ModelInput) -> Tensor:
         """(T, D) the item's row plus those of the features."""
         rows_TD = item_rows.index_select(0, batch.input_rows)
+        if self.event_projection is not None:
+            rows_TD = rows_TD + self.event_projection(batch.event_numbers)
         if feature_rows is None:
             return rows_TD
         assert batch.features is not None

@@ -138,7 +138,7 @@ class TorchXJobs:
             time.sleep(self.config.poll_seconds)
         raise DailyError(
             f"{self.scheduler} does not say how {handle} is: {problem}; it may still run. Run again to go on with it; "
-            f"if it surely does not run, set this job to null in {self.root / STATE} first"
+            f"if it surely does not run, set this job to null in {self.root / STATE} and take out its checksum first"
         )
 
 

@@ -157,19 +157,25 @@ def _new_item(recommender: Recommender, item: Any) -> Any:
     manifest = recommender.manifest
     about = {feature.name: feature for feature in manifest.item_features}
     text = Annotated[str, Field(max_length=2048)]
-    number = Annotated[float, Field(ge=-1e30, le=1e30), BeforeValidator(lambda v: float(v) if type(v) is int else v)]
     fields: Fields = {"item_id": (item, Field(alias=manifest.item_file.id_column or "item_id"))}
     for count, spec in enumerate(manifest.item_file.columns):
         kind: Any = text
         if spec.kind in ("number", "bucket"):
-            kind = number
+            kind = _NUMBER
         elif spec.kind == "vector":
-            width = about[spec.name].width
-            kind = Annotated[_LIST[number], Field(min_length=width, max_length=width)]
+            kind = _vector(about[spec.name].width)
         elif spec.kind == "id" and about[spec.name].multiple:
             kind = text | _LIST[text]
         fields[f"feature_{count}"] = (kind | None, Field(None, alias=spec.name))
     return _model("NewItem", "One item.", fields)
+
+
+# JSON has no infinity; a float32 must hold it
+_NUMBER: Any = Annotated[float, Field(ge=-1e30, le=1e30), BeforeValidator(lambda v: float(v) if type(v) is int else v)]
+
+
+def _vector(width: int) -> Any:
+    return Annotated[_LIST[_NUMBER], Field(min_length=width, max_length=width)]
 
 
 def _features(recommender: Recommender) -> Any:
@@ -181,6 +187,8 @@ def _features(recommender: Recommender) -> Any:
     for number, feature in enumerate(recommender.manifest.features):
         rows = recommender.feature_rows.get(feature.name)
         kind = Annotated[str, Field(max_length=2048)] if rows is None else _between(0, rows - 1)
+        if feature.kind != "id":
+            kind = _vector(feature.width) if feature.kind == "vector" else _NUMBER
         if feature.multiple:
             kind = kind | _LIST[kind]
         fields[f"feature_{number}"] = (kind | None, Field(None, alias=feature.name))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from fuxi_torchrec.export.bundle import (
     TABLES,
     USERS,
     Bundle,
+    ExportError,
     describe_file,
     scaled,
     write_manifest,
@@ -57,8 +59,11 @@ def add_items(export: str | Path, items: str | Path, output: str | Path) -> Adde
     there = ItemIds.read(bundle)
     new = np.flatnonzero(there.find(raw.ids) <= UNKNOWN)
     rows, unknown = composer.rows(raw)
-    with NewDirectory(output) as place:
-        _Writer(bundle, place, tables, raw, new).write(rows[torch.from_numpy(new)])
+    try:
+        with NewDirectory(output) as place:
+            _Writer(bundle, place, tables, raw, new).write(rows[torch.from_numpy(new)])
+    except (OSError, SafetensorError) as error:  # a full disk, most likely
+        raise ExportError(f"{output}: cannot be written: {error}") from None
     return AddedItems(len(new), 0, len(raw.ids) - len(new), unknown)
 
 

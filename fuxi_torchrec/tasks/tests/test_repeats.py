@@ -122,11 +122,13 @@ def both(task, batch, seed=0):
     targets = task.target_maker(ItemSet(np.arange(1, ITEMS + 1), counts), seed)(0, 0, batch)
     ids = targets.items["candidates"].numpy()
     weights = targets.constants.get("log_weights")
-    weights = np.zeros(len(ids)) if weights is None else weights.double().numpy()
+    # compared with a window, each of 6 draws stands for the sixth part of the items
+    share = np.float32(math.log(ITEMS / 6) if task.config.negatives in ("shared", "uniform") else 0.0)
+    weights = share + (np.zeros(len(ids), np.float32) if weights is None else weights.numpy())
     if ids.ndim == 1:
-        drawn = [list(zip(ids.tolist(), weights, strict=True))] * len(targets.positions)
+        drawn = [list(zip(ids.tolist(), weights.tolist(), strict=True))] * len(targets.positions)
     else:
-        drawn = [[(item, 0.0) for item in row] for row in ids.tolist()]
+        drawn = [[(item, float(share)) for item in row] for row in ids.tolist()]
     # items are their own rows here
 
     def ours(outputs, table):
