@@ -88,20 +88,21 @@ def commands_of(row: Row) -> list[str]:
     return [train_command(row.config, run_dir, row.settings, launch), *asked]
 
 
-def train_command(config: str, run_dir: Path, settings: Sequence[str], launch: str = "python -m {}") -> str:
+def train_command(config: str, run_dir: Path, settings: Sequence[str], launch: str) -> str:
     """Of a training, launched in a way."""
     given = " ".join(shlex.quote(each) for each in settings)
     return f"{launch.format('pipelines.train')} --config {config} --run-dir {run_dir} {given}".strip()
 
 
-def run_command(name: str, command: str) -> bool:
-    """Run a command of a row, ended with this process; whether it went well."""
+def run_command(name: str, command: str) -> str | None:
+    """Run a command of a row, ended with this process; what it printed, None if it failed."""
     print(f"{name}: {command}", flush=True)
     words = supervised(shlex.split(command))
     done = subprocess.run(words, cwd=ROOT, env=harness.environment(), capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{name}: exit code {done.returncode}\n{done.stderr[-4000:]}", file=sys.stderr)
-    return not done.returncode
+        return None
+    return done.stdout
 
 
 def trained(name: str, run_dir: Path) -> dict[str, Any] | None:
@@ -134,7 +135,7 @@ def run_row(row: Row) -> bool:
         return False
     machine = harness.machine()
     for command in commands:
-        if not run_command(row.name, command) or trained(row.name, run_dir) is None:
+        if run_command(row.name, command) is None or trained(row.name, run_dir) is None:
             return False
     summary = json.loads((run_dir / "summary.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -6,6 +6,7 @@ a training from its last checkpoint, and what it had chosen and measured stays.
 
 import base64
 import json
+import shlex
 import shutil
 import sys
 import threading
@@ -25,6 +26,7 @@ from fuxi_torchrec.artifacts import write_atomically
 from fuxi_torchrec.config import load_config
 
 RUNS, FILE = Path("runs/paper"), "paper.json"
+LAUNCH = "env OMP_NUM_THREADS=1 python -m {}"  # a row has one core
 METRIC = "ndcg@10"
 TIMED = 60  # steps of which the cost is measured
 _WORST = 2**16 - 1  # ranks beyond count as this one: nothing looks so far
@@ -123,21 +125,20 @@ def measured(row: Timed, run_dir: Path, steps: int) -> float | None:
     """Processor seconds of a step."""
     shutil.rmtree(experiments.ROOT / run_dir, ignore_errors=True)  # one that was interrupted says nothing
     settings = plan.final(row, 0 if row.tuned else None, plan.LEAST)
-    try:
-        found = harness.in_child("benchmarks.paper.timing", row.config, str(run_dir), str(steps), *settings)
-    except RuntimeError as error:
-        print(f"{row.name}: {str(error)[-4000:]}", file=sys.stderr)
+    words = [row.config, str(run_dir), str(steps), *settings]
+    printed = experiments.run_command(row.name, f"{LAUNCH.format('benchmarks.paper.timing')} {shlex.join(words)}")
+    if printed is None:
         return None
     shutil.rmtree(experiments.ROOT / run_dir, ignore_errors=True)
-    return float(found["seconds_per_step"])
+    return float(json.loads(printed.splitlines()[-1])["seconds_per_step"])
 
 
 def commands(row: Timed, run_dir: Path, settings: Sequence[str], split: str) -> list[str]:
     """A training and its evaluation, as a person would type them."""
-    evaluate = f"python -m pipelines.evaluate --run-dir {run_dir} --split {split} --request-time target"
+    evaluate = f"{LAUNCH.format('pipelines.evaluate')} --run-dir {run_dir} --split {split} --request-time target"
     seen = " --filter-seen" if row.set == "ml-1m" else ""
     output = f" --ranks {run_dir}/ranks.parquet --output {run_dir}/ranked.json"
-    return [experiments.train_command(row.config, run_dir, settings), evaluate + seen + output]
+    return [experiments.train_command(row.config, run_dir, settings, LAUNCH), evaluate + seen + output]
 
 
 def ranked(row: Timed, run_dir: Path, settings: Sequence[str], split: str) -> bool:
@@ -149,9 +150,9 @@ def ranked(row: Timed, run_dir: Path, settings: Sequence[str], split: str) -> bo
         print(f"{row.name}: {run_dir} is a run of other settings: remove it first", file=sys.stderr)
         return False
     train, evaluate = commands(row, run_dir, settings, split)
-    if not experiments.run_command(row.name, train) or experiments.trained(row.name, absolute) is None:
+    if experiments.run_command(row.name, train) is None or experiments.trained(row.name, absolute) is None:
         return False
-    return experiments.run_command(row.name, evaluate)
+    return experiments.run_command(row.name, evaluate) is not None
 
 
 def result_of(run_dir: Path) -> dict[str, Any]:

@@ -42,8 +42,9 @@ def test_a_size_that_cannot_be_had_is_refused():
 def test_rows_are_named_once_and_their_settings_are_known():
     assert len({row.name for row in ROWS}) == len(ROWS)
     names = {row.name for row in ROWS}
-    for row in ROWS:
-        assert row.against in names | {""}
+    assert {row.against for row in ROWS} <= names | {""}
+    of_each = {(row.study, row.set): row for row in ROWS}  # the last of each; all encoders on one set
+    for row in [*of_each.values(), *(row for row in ROWS if row.study == TUNED.study)]:
         config = load_config(ROOT / row.config, plan.final(row, 0 if row.tuned else None, 1000))
         assert config.train.max_steps == 1000 and config.optimizer.lr_schedule == "cosine"
         assert (config.data.fit_on_valid or config.data.split == "by_time") == (row.split == "test")
@@ -98,6 +99,14 @@ def test_the_page_has_a_place_for_every_study_and_agrees_with_the_results(tmp_pa
             (tmp_path / file).write_text((report.RESULTS / file).read_text())
     assert report.write(tmp_path, page) == 0
     assert page.read_text() == report.PAGE.read_text()
+
+
+def test_figures_are_drawn_of_what_is_known(tmp_path):
+    found = {row.name: {**result(2), "parameters": 10**5 * n} for n, row in enumerate(ROWS, 1)}
+    for draw in (report.scaling, report.hyper_parameters):
+        assert not draw({}, tmp_path / "none.png") and draw(found, tmp_path / "some.png")
+        assert (tmp_path / "some.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "none.png").exists()
 
 
 def test_the_state_of_a_row_is_what_is_on_disk(tmp_path, monkeypatch):

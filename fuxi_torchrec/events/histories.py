@@ -161,8 +161,10 @@ class Histories:
             if isinstance(column, Ragged):
                 columns[name] = pa.ListArray.from_arrays(pa.array(column.bounds, pa.int32()), pa.array(column.values))
             elif column.ndim == 2 and column.shape[1] > 1:
-                ends = np.arange(len(column) + 1, dtype=np.int32) * np.int32(column.shape[1])
-                columns[name] = pa.ListArray.from_arrays(pa.array(ends), pa.array(column.reshape(-1)))
+                ends, large = np.arange(len(column) + 1) * column.shape[1], column.size >= 2**31
+                vectors = pa.LargeListArray if large else pa.ListArray
+                offsets = pa.array(ends, pa.int64() if large else pa.int32())
+                columns[name] = vectors.from_arrays(offsets, pa.array(column.reshape(-1)))
             else:
                 columns[name] = pa.array(column.reshape(-1))
         return {name: lists.from_arrays(pa.array(self.offsets, kind), column) for name, column in columns.items()}
@@ -176,7 +178,7 @@ def _flat(lists: pa.ChunkedArray) -> tuple[Ints, Ints]:
 def _numbers(lists: pa.ChunkedArray, feature: Feature) -> Floats:
     """(T, width); of one element they may stand alone."""
     flat = pc.list_flatten(lists)
-    if pa.types.is_list(flat.type):
+    if not pa.types.is_floating(flat.type):
         flat = pc.list_flatten(flat)
     values = flat.to_numpy().astype(np.float32, copy=False)
     if len(values) % feature.width:
