@@ -136,7 +136,7 @@ class RepeatBias(nn.Module):
         shapes |= {"mix": (_HIDDEN,), "user": (dim,), "items": (dim, _RANK)}
         for name in PARTS:  # what is left out stays 0
             zeros = torch.zeros(shapes[name])
-            if name in config.without:
+            if name in config.without or not zeros.numel():  # no periods: nothing to learn, and no gradient
                 self.register_buffer(name, zeros, persistent=False)
             else:
                 self.register_parameter(name, nn.Parameter(zeros))

@@ -195,6 +195,17 @@ def test_parts_that_are_left_out_are_zero_and_not_learned(part):
     assert_same(got, expected)
 
 
+@pytest.mark.parametrize("periods", [(), PERIODS])
+@pytest.mark.parametrize("without", [(), ("mix", "items")])
+def test_every_parameter_has_a_gradient(periods, without):
+    """Data-parallel training waits for all of them."""
+    task, batch = task_of("full", 4, periods=periods, without=without), batch_of([7, 0, 12])
+    targets = task.target_maker(ItemSet(np.arange(1, ITEMS + 1)), 0)(0, 0, batch)
+    rows = torch.randn(ITEMS + 1, D, dtype=torch.float64)
+    task(torch.randn(len(targets.positions), D, dtype=torch.float64), rows, targets)["loss"].backward()
+    assert [name for name, each in task.named_parameters() if each.grad is None] == []
+
+
 def test_a_share_of_the_targets_is_asked_for_at_the_last_event():
     batch = batch_of([500, 0, 500])
     after = request_times(batch)
