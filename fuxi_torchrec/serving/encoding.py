@@ -134,6 +134,11 @@ class UserModel:
         scores = correction.scores(vectors, rows, places)
         return correction.ids, torch.where(correction.ids > 0, scores, 0.0)
 
+    def records(self, state: States) -> Tensor:
+        """What :meth:`read` takes, of states of constant size."""
+        assert isinstance(state, EncoderState | WindowedStates)
+        return state.to_bytes()
+
     def read(self, records: Tensor) -> States:
         """States from stored records."""
         if not isinstance(self.like, WindowedStates):

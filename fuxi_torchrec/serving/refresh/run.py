@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.artifacts import sync
-from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.histories import Histories, Ints, covered
 from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import (
@@ -48,7 +48,6 @@ from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.refresh.new_events import NewEvents
 from fuxi_torchrec.serving.refresh.new_items import link_file
 from fuxi_torchrec.serving.refresh.summary import Summary
-from fuxi_torchrec.serving.windowed import WindowedStates
 
 logger = get_logger(__name__)
 
@@ -88,6 +87,7 @@ class RefreshRun:
         self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
         self.files: dict[str, FileEntry] = {}
         self.users = self.states = self.done = 0
+        self.new_users = partial(Users.new, dimension=self.manifest.dimension, window=self.manifest.window)
         id_type = ID_TYPES[self.manifest.user_id_type]
         try:
             self.forget = pa.array(list(dict.fromkeys(forget)), id_type)
@@ -135,7 +135,7 @@ class RefreshRun:
         next_number = max(numbers, default=-1) + 1
         for begin in range(0, len(fresh), PART_USERS):
             some = fresh[begin : begin + PART_USERS]
-            users = self._new_users(ids.take(pa.array(some)))
+            users = self.new_users(ids.take(pa.array(some)))
             nothing, number = Histories.empty(len(some), self.manifest.features), next_number + begin // PART_USERS
             self._write_part(number, users, nothing, events.select(some), None, True)
         with self.clock("files"):
@@ -192,7 +192,7 @@ class RefreshRun:
         with self.clock("reading"):
             users = read_users(self._path(USERS, number), window=self.manifest.window)
             if not len(users):
-                users = self._new_users(users.ids)
+                users = self.new_users(users.ids)
         last = np.repeat(np.where(users.events[touched] > 0, users.last_time[touched], 0), events.lengths)
         on_time = events.times >= last
         self.summary.late_events += int((~on_time).sum())
@@ -215,7 +215,7 @@ class RefreshRun:
         place = np.full(len(users), len(events))
         place[touched] = np.arange(len(touched))
         added = Histories.stack((events, Histories.empty(1, self.manifest.features))).select(place)
-        users = Users.stack((users, self._new_users(new_ids)))
+        users = Users.stack((users, self.new_users(new_ids)))
         histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.features)))
         added = Histories.stack((added, new_events))
         kept = np.flatnonzero(~np.concatenate((forgotten, np.zeros(len(new_ids), bool))))
@@ -224,9 +224,6 @@ class RefreshRun:
             path, size = self._path(STATES, number, "bin"), self.manifest.state_bytes - TRAILER_BYTES
             old_states = StateFile.open(path, self.manifest.model_id, size)
         self._write_part(number, users.select(kept), histories.select(kept), added.select(kept), old_states, changes)
-
-    def _new_users(self, ids: pa.Array) -> Users:
-        return Users.new(ids, self.manifest.dimension, self.manifest.window)
 
     def _histories(self, number: int, users: Users) -> Histories:
         path = self._path(HISTORIES, number)
@@ -326,14 +323,13 @@ class RefreshRun:
                 vectors = self.model.vectors(chosen, times, whose)
                 users.embedding[queried], users.as_of[queried] = vectors.numpy(), self.as_of
                 if self.manifest.window:
-                    items, scores = self.model.window_scores(chosen, vectors, times)
-                    users.window_item[queried], users.window_score[queried] = items.numpy(), scores.numpy()
+                    found = self.model.window_scores(chosen, vectors, times)
+                    users.window_item[queried], users.window_score[queried] = (each.numpy() for each in found)
                 self.summary.requeried_users += len(queried)
         if new_states is None:
             return
         with self.clock("files"):
-            assert isinstance(state, EncoderState | WindowedStates)
-            records |= dict(zip(place, state.to_bytes(), strict=True))
+            records |= dict(zip(place, self.model.records(state), strict=True))
             enough = joined.lengths >= self.manifest.state_min_events
             kept = [row for row in rows.tolist() if row in records and enough[row]]
             users.state_row[rows] = NO_STATE
