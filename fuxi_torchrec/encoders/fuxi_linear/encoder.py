@@ -21,6 +21,7 @@ from fuxi_torchrec.encoders.fuxi_linear.tiles import Tile, part, tiles
 from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.ops import backends
 from fuxi_torchrec.ops.native import decode
+from fuxi_torchrec.ops.triton import block as triton
 
 # So many elements, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
 # and are used again; larger ones would be fetched from the system, page by page, every time.
@@ -163,6 +164,9 @@ class FuXiLinearEncoder(SequenceEncoder):
             names = tuple(state.memory[0])
             blocks = tuple(dict(zip(names, kept[n : n + 3], strict=True)) for n in range(0, len(kept), 3))
             return replace(state, count=state.count + 1, pending=rows, pending_time=times.clone(), memory=blocks)
+        if self._decodes_in_triton():
+            _, blocks = self._triton_steps(state, times, store=True)
+            return replace(state, count=state.count + 1, pending=rows, pending_time=times.clone(), memory=blocks)
         step, x, after = self._step(state, times), state.pending, list[BlockState]()
         waiting_B1 = (state.count > 0).to(rows.dtype).unsqueeze(1)
         for block, memory in zip(self.layers, state.memory, strict=True):
@@ -178,6 +182,8 @@ class FuXiLinearEncoder(SequenceEncoder):
         """The last block's output of the pending events, queried at a time."""
         if self._decodes_natively():
             return decode.query(_pending(state), request_timestamps, self._weights())
+        if self._decodes_in_triton():
+            return self._triton_steps(state, request_timestamps, store=False)[0] * (state.count > 0).unsqueeze(1)
         step, rows = self._step(state, request_timestamps), state.pending
         for block, memory in zip(self.layers, state.memory, strict=True):
             rows, _ = block.step_output(rows, step, memory)
@@ -222,6 +228,21 @@ class FuXiLinearEncoder(SequenceEncoder):
         config = self.config
         every = config.use_retention and config.use_temporal and config.use_positional
         return every and backends.native_decode(self.positions)
+
+    def _decodes_in_triton(self) -> bool:
+        return self.layers[0].in_triton(self.positions) and backends.decoding()
+
+    def _triton_steps(
+        self, state: EncoderState, next_time_B: Tensor, store: bool
+    ) -> tuple[Tensor, tuple[BlockState, ...]]:
+        """The pending events through all blocks: the last one's output, or what all of them then keep."""
+        step, x, after = self._step(state, next_time_B), state.pending, list[BlockState]()
+        event = triton.Step(state.count, step.ticks_B, step.key_BHK, step.query_BGK, step.position_B)
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            last = store and len(after) + 1 == len(self.blocks)  # its output is not needed
+            x, kept = block.triton_step(x, event, memory, store, not last)
+            after.append(kept)
+        return x, tuple(after)
 
     def _weights(self) -> decode.Weights:
         parameters = [parameter for block in self.layers for parameter in block.decode_parameters()]

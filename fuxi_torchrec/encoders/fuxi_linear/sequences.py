@@ -12,8 +12,11 @@ from torch import Tensor
 
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.ops.chunks import Chunks
+from fuxi_torchrec.ops.placement import placed
 from fuxi_torchrec.ops.positional import ChunkPositions
 from fuxi_torchrec.ops.temporal import ChunkTimes, phase_vectors, query_vectors
+from fuxi_torchrec.ops.triton import block as triton
+from fuxi_torchrec.ops.triton.layout import layout
 
 
 def temporal_vectors(
@@ -69,7 +72,7 @@ class Sequences:
         return self._placed(self.offsets)
 
     def _placed(self, integers: Sequence[int]) -> Tensor:
-        return torch.tensor(integers, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        return placed(torch.tensor(integers, dtype=torch.int64, device="cpu"), self.device)
 
     @cached_property
     def last(self) -> tuple[Tensor, Tensor]:
@@ -143,3 +146,8 @@ class Sequences:
     def temporal_chunks(self) -> ChunkTimes:
         """Chunks of the temporal channel with their phases and clocks."""
         return ChunkTimes(self.chunks(self.config.temporal_chunk), *self.phases, *self.clocks)
+
+    @cached_property
+    def triton_events(self) -> triton.Events:
+        """As the Triton kernels take them."""
+        return triton.Events(layout(self.offsets, self.device), *self.clocks, *self.phases, self.position_T)
