@@ -20,16 +20,20 @@ from fuxi_torchrec.ops.triton.layout import layout
 
 
 def temporal_vectors(
-    config: FuXiLinearConfig, time: Tensor, next_time: Tensor, dtype: torch.dtype
+    config: FuXiLinearConfig, time: Tensor, next_time: Tensor, dtype: torch.dtype, periods: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow; empty if the channel is off."""
+    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow; empty if the channel is off.
+
+    ``periods`` are the configuration's, where they are on the device already.
+    """
     if not config.use_temporal:
         nothing = torch.empty(*time.shape, 0, 2, dtype=dtype, device=time.device)
         return nothing, nothing
     if not config.temporal_phases:
         key = torch.full((*time.shape, config.num_scales, 2), 0.5**0.5, dtype=dtype, device=time.device)
         return key, key.repeat(1, 2, 1)
-    periods = torch.tensor(config.temporal_periods, dtype=torch.int64, device=time.device)
+    if periods is None:
+        periods = placed(torch.tensor(config.temporal_periods, dtype=torch.int64, device="cpu"), time.device)
     return phase_vectors(time, periods, dtype), query_vectors(phase_vectors(next_time, periods, dtype))
 
 

@@ -56,6 +56,11 @@ class Sources(NamedTuple):
     position_T: Tensor
 
 
+def _warps(constants: dict[str, Any]) -> int:
+    """Wide heads spill with four."""
+    return 8 if constants["BK"] > 32 else 4
+
+
 def _blocks(constants: dict[str, Any]) -> int:
     return -(-constants["V"] // constants["BV"])
 
@@ -100,9 +105,7 @@ def constant_states(spec: Constant, x: Sources, chunks: Chunks, initial: Tensor 
     return states
 
 
-def _constant_added(
-    spec: Constant, x: Sources, key: Tensor, value: Tensor, chunks: Chunks, to_query: bool
-) -> Tensor:
+def _constant_added(spec: Constant, x: Sources, key: Tensor, value: Tensor, chunks: Chunks, to_query: bool) -> Tensor:
     (first, fill), constants = chunks.places_2N, spec.constants(value, 64)
     out = value.new_empty(len(first), spec.H, spec.K, spec.V, dtype=compute_dtype(value.dtype))
     launch(
@@ -112,6 +115,7 @@ def _constant_added(
         **{**constants, "MIX": to_query and spec.table},
         SILU_V=not spec.table and not to_query,
         TO_QUERY=to_query,
+        num_warps=_warps(constants),
     )
     return out
 
@@ -125,6 +129,7 @@ def constant_outputs(spec: Constant, x: Sources, states: Tensor, chunks: Chunks,
         *(x.q, x.k, x.v, x.log_H, x.gain, x.skip, x.position_T, states, y, first, fill),
         *(x.q.stride(0), x.k.stride(0), x.v.stride(0), y.stride(0)),
         **constants,
+        num_warps=_warps(constants),
     )
 
 
@@ -150,13 +155,12 @@ def constant_gradients(
         *(x.q, x.k, x.v, dy, x.log_H, x.gain, x.skip, x.position_T, states, added, dq, dk, dv, partial, first, fill),
         *(x.q.stride(0), x.k.stride(0), x.v.stride(0), dy.stride(0), dq.stride(0), dk.stride(0), dv.stride(0)),
         **constants,
+        num_warps=8,
     )
     return partial.sum(0)
 
 
-def constant_step(
-    spec: Constant, x: Sources, seen_B: Tensor, state: Tensor, y: Tensor, after: Tensor | None
-) -> None:
+def constant_step(spec: Constant, x: Sources, seen_B: Tensor, state: Tensor, y: Tensor, after: Tensor | None) -> None:
     """One event of each user, into ``y`` and, if wanted, ``after``."""
     constants = spec.constants(x.v, 64)
     for unused in ("C", "PRECISION"):
@@ -273,7 +277,7 @@ def _norm_constants(y: Tensor, channels: int, layer: bool, gate: bool) -> dict[s
 
 
 def norm(y: Tensor, u: Tensor | None, layer: bool, out: Tensor) -> None:
-    """Rows normed; with ``u`` three channels, each normed and gated, as the merge of ``paper`` or (layer) ``official``."""
+    """Rows normed; with ``u`` three channels, each normed and gated, as the merge of a preset: layer is official."""
     channels = 1 if u is None else 3
     constants = _norm_constants(y, channels, layer, u is not None)
     gate = y if u is None else u

@@ -24,7 +24,9 @@ def power_of_two(n: int, least: int = 1) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def run(kernel: Any, grid: tuple[int, ...], arguments: tuple[Tensor | int | None, ...], options: dict[str, Any]) -> None:
+def run(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Tensor | int | None, ...], options: dict[str, Any]
+) -> None:
     """Tests put another function in its place, to count launches or to compile without a device."""
     kernel[grid](*arguments, **options)
 
@@ -32,6 +34,6 @@ def run(kernel: Any, grid: tuple[int, ...], arguments: tuple[Tensor | int | None
 def launch(
     kernel: Any, grid: tuple[int, ...], *arguments: Tensor | int | None, num_warps: int = 4, **constants: Any
 ) -> None:
-    """Run a kernel, unless there is nothing to do."""
+    """Run a kernel, unless there is nothing to do. Loads of loops are not staged: states would fill shared memory."""
     if all(grid):
-        run(kernel, grid, arguments, {**constants, "num_warps": num_warps})
+        run(kernel, grid, arguments, {**constants, "num_warps": num_warps, "num_stages": 1})

@@ -4,6 +4,7 @@ Columns of a projection (T, 8D): u (3D), q, k, v, temporal values, positional va
 temporal, positional, each normed and gated. Each is one node of a graph for torch.compile and torch.export.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,9 +83,7 @@ class _Inputs(NamedTuple):
         retention = Constant(heads, width, width, int(official), False)
         mixed = (self.positional_gain, self.positional_skip, self.position)
         positional = Constant(1, kernel, self.dim, 0, True)
-        times = Times(
-            self.key, self.query, (self.clock, self.next_clock), self.temporal_log, self.gain, self.skip
-        )
+        times = Times(self.key, self.query, (self.clock, self.next_clock), self.temporal_log, self.gain, self.skip)
         return (
             (retention, Sources(q, k, v, self.retention_log, *mixed)),
             (positional, Sources(self.table, self.table, values, self.retention_log, *mixed)),
@@ -107,7 +106,8 @@ class _Inputs(NamedTuple):
 def _plain(x: _Inputs) -> _Inputs:
     """Columns next to each other, and states and vectors as the kernels index them."""
     projection = x.projection if x.projection.stride(1) == 1 else x.projection.contiguous()
-    return _Inputs(projection, *(None if t is None else t.contiguous() for t in x[1:]))
+    others: Any = (None if t is None else t.contiguous() for t in x[1:])
+    return _Inputs(projection, *others)
 
 
 def _states(x: _Inputs, official: bool, with_state: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]]:
@@ -189,11 +189,12 @@ def _step(projection: Tensor, seen: Tensor, ticks: Tensor, *others: Any) -> tupl
     users, dim = len(projection), x.dim
     y = projection.new_empty(users, 3 * dim, dtype=compute_dtype(projection.dtype))
     u, *_, temporal_values, _ = x.columns(x.projection)
-    after = tuple(torch.empty_like(s) if store else s.new_empty(0) for s in (x.retention, x.temporal, x.positional))
+    before: list[Any] = [x.retention, x.temporal, x.positional]
+    after = tuple(torch.empty_like(s) if store else s.new_empty(0) for s in before)
     a, b, c = after if store else (None, None, None)
-    channels.constant_step(retention, r, seen, x.retention, y[:, :dim], a)
-    channels.temporal_step(times, ticks, temporal_values, seen, x.temporal, y[:, dim : 2 * dim], b)
-    channels.constant_step(positional, p, seen, x.positional, y[:, 2 * dim :], c)
+    channels.constant_step(retention, r, seen, before[0], y[:, :dim], a)
+    channels.temporal_step(times, ticks, temporal_values, seen, before[1], y[:, dim : 2 * dim], b)
+    channels.constant_step(positional, p, seen, before[2], y[:, 2 * dim :], c)
     gated = projection.new_empty(users, 3 * dim)
     channels.norm(y, u, official, gated)
     return gated, *after
@@ -286,7 +287,7 @@ def _backward_of_norm(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.fuxi_torchrec.triton_norm_backward(grad, x, ctx.layer), None
 
 
-IMPLEMENTATIONS = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "triton_block": _block,
     "triton_block_backward": _block_backward,
     "triton_states": _only_states,
@@ -298,7 +299,7 @@ IMPLEMENTATIONS = {
 
 def register() -> None:
     """Schemas, implementations, shapes without numbers, and the backward passes; once."""
-    fakes = {
+    fakes: dict[str, Callable[..., Any]] = {
         "triton_block": _fake_block,
         "triton_block_backward": _fake_backward,
         "triton_states": lambda *arguments: _Inputs(*arguments[:-1]).after(True),
