@@ -1,13 +1,14 @@
 """This checkout against another one, in one run: encoder, appends, reader, opening of an export, training, in turn.
 
     git worktree add ../old COMMIT
-    python -m benchmarks.against ../old [--only encoder,reader]
+    python -m benchmarks.against ../old [--only encoder,reader] [--topic speed]
 
 Both sides run the same public names and command lines in processes of their own, so the other checkout may be of any
 version that has them. Exit code 1 if this one is slower than LEAST allows.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -33,8 +34,9 @@ TRAINING = [
     *("logging.every_steps=5", "logging.level=warning", "train.epochs=100"),
 ]
 STEPS, WARM_UP = 45, 10
+TURNS = 15  # of each side in a round; the disk is fast and slow from second to second
 # of the other one's speed: checksums may cost a tenth of reading and half as much again of opening
-LEAST = {"encoder": 0.95, "appends": 0.95, "reader": 0.9, "opening": 1 / 1.5, "training": 0.95}
+LEAST = {"encoder": 0.95, "appends": 1.0, "reader": 0.9, "opening": 1 / 1.5, "training": 0.95}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__.splitlines()[0])
     parser.add_argument("other", type=Path, help="another checkout of this repository")
     parser.add_argument("--rounds", type=int, default=3, help="how often each side is measured; the best counts")
+    parser.add_argument("--topic", default="", help="of the section of RESULTS.md: commits differ from topic to topic")
     parser.add_argument("--only", default=",".join(LEAST), help="what is measured")
     options = parser.parse_args(arguments)
     if not (options.other / "fuxi_torchrec").is_dir():
@@ -59,13 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (
         f"`python -m benchmarks.against`, float32. {harness.machine()}. Commit {commit(other)} (*before*) against "
         f"{commit(HERE)} (*now*), the best of {options.rounds} rounds each, taken in turn. Encoder on one thread; "
-        "appends until they are on disk, an event a call; opening in items/s until the Recommender answers; "
+        f"appends until they are on disk, an event a call, the median of {TURNS * options.rounds} turns of each side; "
+        "opening in items/s until the Recommender answers; "
         "training with synthetic histories of MovieLens-1M's size (d = 64, 128 users a step, 1,024 shared negatives) "
         "through `pipelines.train` under torchrun.\n\n"
         + harness.table(["what", "before, a second", "now, a second", "now / before"], rows)
     )
     text = "\n\n".join([about, "\n".join(f"* {aim}" for aim in aims)])
-    harness.publish("against", "Before and now", text, found)
+    name, title = f"against-{options.topic}".rstrip("-"), f"Before and now: {options.topic}".rstrip(": ")
+    harness.publish(name, title, text, found)
     return harness.conclude(aims)
 
 
@@ -80,7 +85,7 @@ def measure(sides: dict[str, Path], scratch: Path, rounds: int, wanted: Sequence
         for side, place in sides.items():
             rates: dict[str, float] = {}
             for name in wanted:
-                if name != "training":
+                if name not in ("training", "appends"):
                     rates |= json.loads(run(place, [str(ONE_SIDE), name, str(scratch / side)]).splitlines()[-1])
             for ranks in (1, 2) if "training" in wanted else ():
                 folder = scratch / f"run-{side}-{ranks}"
@@ -90,14 +95,55 @@ def measure(sides: dict[str, Path], scratch: Path, rounds: int, wanted: Sequence
             for name, value in rates.items():
                 best[side][name] = max(value, best[side].get(name, 0.0))
             print(f"round {number + 1} of {rounds}, {side}: {json.dumps({k: round(v) for k, v in rates.items()})}")
+    if "appends" in wanted:
+        for side, rates in in_turns(sides, scratch, TURNS * rounds).items():
+            best[side] |= rates
     return best
+
+
+def in_turns(sides: dict[str, Path], scratch: Path, count: int) -> dict[str, dict[str, float]]:
+    """Appends of both sides, one after the other again and again: medians."""
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    with contextlib.ExitStack() as stack:
+        running = {side: stack.enter_context(begin(sides[side], scratch / side)) for side in sides}
+        for process in running.values():
+            _answer(process)  # it is ready
+        for _ in range(count + 1):
+            for side, process in running.items():
+                print("go", file=process.stdin, flush=True)
+                found[side].append(_answer(process))
+        for process in running.values():
+            process.kill()
+    names = list(found["this"][0])
+    return {
+        side: {name: statistics.median(each[name] for each in turns[1:]) for name in names}
+        for side, turns in found.items()
+    }
+
+
+def _answer(process: "subprocess.Popen[str]") -> dict[str, float]:
+    assert process.stdout is not None
+    said: dict[str, float] = json.loads(process.stdout.readline())
+    return said
+
+
+def begin(place: Path, scratch: Path) -> "subprocess.Popen[str]":
+    """The side of a checkout that waits for its turn."""
+    pipe = subprocess.PIPE
+    command = [sys.executable, str(ONE_SIDE), "appends", str(scratch)]
+    return subprocess.Popen(command, cwd=place, env=environment(place), stdin=pipe, stdout=pipe, text=True)
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Of a checkout's processes."""
+    return {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"}
 
 
 def run(place: Path, arguments: Sequence[str]) -> str:
     """Python in a checkout; its output."""
-    environment = {**os.environ, "PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=place, env=environment, capture_output=True, text=True, timeout=1200
+        command, cwd=place, env=environment(place), capture_output=True, text=True, timeout=1200, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{place}: {' '.join(arguments)} failed:\n{done.stderr[-2000:]}")

@@ -19,6 +19,7 @@ from fuxi_torchrec.ops import backends
 
 # width, heads, users, events each; how often faster: forward, forward and backward
 PASSES = [(64, 2, 86, 160, 2.0, 2.2), (128, 4, 8, 1024, 1.5, 1.6), (256, 4, 4, 1024, 1.25, 1.25)]
+TOGETHER = 20  # calls of a round of decoding
 USERS = [(1, 10.0), (64, 1.5)]  # of a query at d = 256; how often faster
 
 
@@ -41,10 +42,15 @@ def by(name: str, function: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def beside(function: Callable[[], Any], repeats: int) -> tuple[float, float]:
-    """Seconds in torch and in native kernels, the best of rounds in turn."""
-    one, other = compare([by("torch", function), by("native", function)], repeats)
-    return one, other
+def beside(function: Callable[[], Any], repeats: int, together: int = 1) -> tuple[float, float]:
+    """Seconds in torch and in native kernels, the best of rounds in turn, each of so many calls one after another."""
+
+    def several() -> None:
+        for _ in range(together):
+            function()
+
+    one, other = compare([by("torch", several), by("native", several)], repeats)
+    return one / together, other / together
 
 
 def pass_case(dim: int, heads: int, users: int, events: int, repeats: int) -> dict[str, float]:
@@ -73,7 +79,7 @@ def pass_case(dim: int, heads: int, users: int, events: int, repeats: int) -> di
 
 
 def decode_case(users: int, repeats: int) -> dict[str, float]:
-    """A query, and an append of one event, of so many users at d = 256."""
+    """A query, and an append of one event, of so many users at d = 256: one after another, and in turn with torch's."""
     encoder, generator = make_encoder(256, 4), torch.Generator().manual_seed(0)
     x = torch.randn(100, 256, generator=generator) * 0.1
     times = torch.randint(20_000, (100,), generator=generator).cumsum(0)
@@ -89,9 +95,10 @@ def decode_case(users: int, repeats: int) -> dict[str, float]:
     torch.testing.assert_close(by("native", query)(), by("torch", query)(), rtol=0, atol=2e-5)
     result: dict[str, float] = {"users": users}
     for name, function in (("query", query), ("append", append)):
-        before, after = (1e3 * s for s in beside(function, 10 * repeats))
+        before, after = (1e3 * s for s in beside(function, 3 * repeats, TOGETHER))
         result |= {f"{name}_torch_ms": before, f"{name}_native_ms": after, f"{name}_ratio": before / after}
-    return result
+    before, after = (1e3 * s for s in beside(query, 10 * repeats))
+    return result | {"turn_torch_ms": before, "turn_native_ms": after, "turn_ratio": before / after}
 
 
 def report(found: dict[str, Any]) -> str:
@@ -114,9 +121,11 @@ def report(found: dict[str, Any]) -> str:
                 ["d", "users", "events each", *heads, *heads],
                 rows(found["passes"], ("torch_us", "native_us", "ratio"), "forward", "both"),
             ),
-            "A query, then an append of one event, at d = 256, ms:",
+            f"A query, then an append of one event, at d = 256, ms, in rounds of {TOGETHER} calls one after another; "
+            "then a query that follows one of torch each time, and finds the caches as that left them:",
             harness.table(
-                ["users", *heads, *heads], rows(found["decode"], ("torch_ms", "native_ms", "ratio"), "query", "append")
+                ["users", *heads, *heads, *heads],
+                rows(found["decode"], ("torch_ms", "native_ms", "ratio"), "query", "append", "turn"),
             ),
         ]
     )

@@ -33,18 +33,16 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "fuxi_alpha": {"qk_dim": 32, "value_dim": 32},
     "fuxi_beta": {"value_dim": 32},
 }
-LINEAR = {
-    "fuxi_linear": 1,
-    "retnet": 1,
-    "mamba4rec": 4,
-    "tim4rec": 1,
-    "recblr": 24,
-    "ttt4rec": 4,
-}  # padded users at once
-SLOTS = 4096  # positions of the linear ones: TiM4Rec has matrices over them
+# of the linear ones: padded users that are run at once, and by how much histories are shorter; what fits in memory
+LINEAR = {"retnet": (1, 1), "mamba4rec": (2, 1), "recblr": (24, 1), "ttt4rec": (4, 1)}
+LINEAR |= {"fuxi_linear": (1, 2), "tim4rec": (1, 2)}
+SLOTS = 6016  # positions of the linear ones: TiM4Rec has matrices over them
 PREFILL = [1024, 2048, 4096, 8192, 16384]
 DECODE = [(1024, 64), (2048, 64), (4096, 64), (8192, 64), (16384, 16)]  # events, users: what fits in memory
 PAPER = {"fuxi_alpha": (10, 21), "fuxi_beta": (3.1, 4.2), "hstu": (7.8, 18)}  # prefill and decode at 8k, on a GPU
+KEPT = {"sasrec": 2 * D, "hstu": 5 * D, "fuxi_alpha": 2 * D, "fuxi_beta": D}  # elements of an event, in every block
+# blocks of the two that read their cache in an append and in a query
+READS = {"sasrec": 2 + 0, "hstu": 1 + 2, "fuxi_alpha": 1 + 2, "fuxi_beta": 1 + 2}
 NATIVE = "fuxi_linear_native"
 NAMES = {
     "fuxi_linear": "FuXi-Linear",
@@ -134,7 +132,7 @@ def padded_case(kind: str, lengths: list[int], together: int) -> dict[str, float
         theirs *= len(lengths) / together
         found |= {f"{name}_ms": ours * 1e3, f"{name}_padded_ms": theirs * 1e3, f"{name}_ratio": theirs / ours}
     print(kind, json.dumps(found), flush=True)
-    return found
+    return {"longest": lengths[0], **found}
 
 
 def tile_flops(kind: str, events: int) -> float:
@@ -185,7 +183,10 @@ def decode_case(kind: str, events: int, users: int) -> dict[str, float]:
             encoder.query(state, now + 60)
 
         both_ms = 1e3 * seconds(step, 5)
-    return {"users": users, "events": events, "append_query_ms": both_ms, "bytes": state.nbytes / users}
+    found = {"users": users, "events": events, "append_query_ms": both_ms, "bytes": state.nbytes / users}
+    if kind in ATTENTION:
+        found["cache_gb_s"] = READS[kind] * KEPT[kind] * 4 * events * users / both_ms / 1e6
+    return found
 
 
 def decode_cases(events: int, users: int) -> dict[str, Any]:
@@ -212,10 +213,11 @@ def train_one(kind: str) -> dict[str, float]:
 def _padded_table(found: dict[str, Any]) -> str:
     names = [f"{name}_{what}" for name in ("forward", "both") for what in ("ms", "padded_ms", "ratio")]
     rows = [
-        [NAMES[kind], *(format(case[name], ".1f" if "ratio" in name else ",.0f") for name in names)]
+        [NAMES[kind], case["longest"], *(format(case[name], ".1f" if "ratio" in name else ",.0f") for name in names)]
         for kind, case in found.items()
     ]
-    return harness.table(["", "forward, ms", "padded, ms", "ratio", "and backward, ms", "padded, ms", "ratio"], rows)
+    header = ["", "longest", "forward, ms", "padded, ms", "ratio", "and backward, ms", "padded, ms", "ratio"]
+    return harness.table(header, rows)
 
 
 def padded_section(_: Path) -> tuple[str, list[Aim], Any]:
@@ -236,15 +238,16 @@ def padded_section(_: Path) -> tuple[str, list[Aim], Any]:
 
 
 def linear_section(_: Path) -> tuple[str, list[Aim], Any]:
-    """The linear ones on the skewed batch, shorter."""
-    lengths = [n // 2 for n in skewed_lengths()]
+    """The linear ones on the skewed batch."""
+    found = {}
     with backends.use("torch"):
         check()
-        found = {kind: padded_case(kind, lengths, together) for kind, together in LINEAR.items()}
+        for kind, (together, shorter) in LINEAR.items():
+            found[kind] = padded_case(kind, [n // shorter for n in skewed_lengths()], together)
     what = (
-        f"The same for linear encoders, on histories half as long ({sum(lengths):,} events, the longest 3,000). "
-        "The plain form of FuXi-Linear, RetNet and TiM4Rec has tensors of all pairs, one padded user at a time; "
-        "Mamba4Rec (4 users at a time) and RecBLR (24) loop over events, as a recurrence is written; TTT4Rec (4) has "
+        "The same for linear encoders. The plain form of FuXi-Linear, RetNet and TiM4Rec has tensors of all pairs, one "
+        "padded user at a time (of FuXi-Linear and TiM4Rec with histories half as long: they would not fit otherwise); "
+        "Mamba4Rec (2 users at a time) and RecBLR (24) loop over events, as a recurrence is written; TTT4Rec (4) has "
         "one form, so that its ratio is that of padding alone."
     )
     return f"{what}\n\n{_padded_table(found)}", [], found
@@ -255,6 +258,7 @@ def efficiency_section(_: Path) -> tuple[str, list[Aim], Any]:
     with backends.use("torch"):
         found: dict[str, Any] = {"share": {kind: share_case(kind, 8192) for kind in ATTENTION}}
         print(json.dumps(found), flush=True)
+        found["stream_gb_s"] = harness.stream_peak() / 1e9
         for name, cases in (
             ("prefill", [partial(prefill_case, events) for events in PREFILL]),
             ("decode", [partial(decode_cases, *size) for size in DECODE]),
@@ -315,6 +319,8 @@ def _efficiency_text(found: dict[str, Any]) -> str:
         for case in found["decode"]
     ]
     kept = found["decode"][-1]
+    read = {case["hstu"]["events"]: case for case in found["decode"]}[8192]
+    speeds = ", ".join(f"{NAMES[kind]} {read[kind]['cache_gb_s']:.1f}" for kind in ATTENTION)
     sizes = ", ".join(f"{NAMES[kind]} {kept[kind]['bytes'] / 2**20:.1f} MiB" for kind in shown if kind != NATIVE)
     parts = [
         f"Share of the sgemm peak that the products over pairs reach, everything between them counted: {shares}.",
@@ -324,6 +330,8 @@ def _efficiency_text(found: dict[str, Any]) -> str:
         "One event more and a query, two blocks, every user with a state or cache of its own. The paper: 21, 4.2 and "
         "18 at 8k.",
         harness.table(["events", "users", *columns], decode_rows),
+        f"GB/s at which caches are read after 8,192 events, all else counted: {speeds}; adding up a large tensor reads "
+        f"{found['stream_gb_s']:.1f}.",
         f"State of a user with {kept['hstu']['events']} events, room to grow included: {sizes}.",
         "![prefill and decode](results/encoders.png)",
     ]

@@ -26,6 +26,7 @@ import yaml
 from benchmarks import harness, movielens, report
 from benchmarks.rows import ROWS, SETS, Row
 from fuxi_torchrec.config import differences, load_config
+from fuxi_torchrec.processes import supervised
 from fuxi_torchrec.training.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[1]
@@ -80,14 +81,37 @@ def prepare(name: str) -> None:
 
 def commands_of(row: Row) -> list[str]:
     """What a person would type: training, then the evaluations."""
-    run_dir, launch = RUNS / row.name, f"torchx run dist.ddp -j 1x{row.processes} -m"
-    settings = " ".join(shlex.quote(each) for each in row.settings)
-    train = f"{launch} pipelines.train -- --config {row.config} --run-dir {run_dir} {settings}"
-    evaluate = f"{launch} pipelines.evaluate -- --run-dir {run_dir} --split {row.split}"
-    found = [train.strip(), f"{evaluate} --output {run_dir}/all.json"]
-    if row.set == "ml-1m":
-        found.append(f"{evaluate} --filter-seen --output {run_dir}/unseen.json")
-    return found
+    run_dir, launch = RUNS / row.name, f"torchx run dist.ddp -j 1x{row.processes} -m {{}} --"
+    evaluate = f"{launch.format('pipelines.evaluate')} --run-dir {run_dir} --split {row.split}"
+    files = {way: f"--output {run_dir}/{way}.json --ranks {run_dir}/{way}.parquet" for way in row.ways}
+    asked = [" ".join(filter(None, (evaluate, options, files[way]))) for way, options in row.ways.items()]
+    return [train_command(row.config, run_dir, row.settings, launch), *asked]
+
+
+def train_command(config: str, run_dir: Path, settings: Sequence[str], launch: str) -> str:
+    """Of a training, launched in a way."""
+    given = " ".join(shlex.quote(each) for each in settings)
+    return f"{launch.format('pipelines.train')} --config {config} --run-dir {run_dir} {given}".strip()
+
+
+def run_command(name: str, command: str) -> str | None:
+    """Run a command of a row, ended with this process; what it printed, None if it failed."""
+    print(f"{name}: {command}", flush=True)
+    words = supervised(shlex.split(command))
+    done = subprocess.run(words, cwd=ROOT, env=harness.environment(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{name}: exit code {done.returncode}\n{done.stderr[-4000:]}", file=sys.stderr)
+        return None
+    return done.stdout
+
+
+def trained(name: str, run_dir: Path) -> dict[str, Any] | None:
+    """The summary of a training; None if it was stopped."""
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    if not summary["preempted"]:
+        return summary
+    print(f"{name}: training was stopped at step {summary['step']}: run it again to go on", file=sys.stderr)
+    return None
 
 
 def settings_of(row: Row) -> Any:
@@ -95,37 +119,28 @@ def settings_of(row: Row) -> Any:
     return yaml.safe_load((ROOT / row.config).read_text())
 
 
-def stale(row: Row) -> bool:
-    """Whether the row's run directory holds a run of other settings."""
-    run = RunDirectory(ROOT / RUNS / row.name)
+def stale(config: str, run_dir: Path, settings: Sequence[str]) -> bool:
+    """Whether a run directory holds a run of other settings."""
+    run = RunDirectory(run_dir)
     if not (run.path / "config.yaml").exists():
         return False
-    return bool(differences(run.read_config(), load_config(ROOT / row.config, row.settings)))
+    return bool(differences(run.read_config(), load_config(ROOT / config, settings)))
 
 
 def run_row(row: Row) -> bool:
     """Run a row's commands and write down what came out; whether all went well."""
     commands, run_dir = commands_of(row), ROOT / RUNS / row.name
-    if stale(row):
+    if stale(row.config, run_dir, row.settings):
         print(f"{row.name}: {run_dir} is a run of other settings: remove it first", file=sys.stderr)
         return False
     machine = harness.machine()
     for command in commands:
-        print(f"{row.name}: {command}", flush=True)
-        done = subprocess.run(
-            shlex.split(command), cwd=ROOT, env=harness.environment(), capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            print(f"{row.name}: exit code {done.returncode}\n{done.stderr[-4000:]}", file=sys.stderr)
+        if run_command(row.name, command) is None or trained(row.name, run_dir) is None:
             return False
-        summary = json.loads((run_dir / "summary.json").read_text())
-        if summary["preempted"]:
-            print(f"{row.name}: training was stopped at step {summary['step']}: run it again to go on", file=sys.stderr)
-            return False
+    summary = json.loads((run_dir / "summary.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     validations = [{"step": line["step"], **line["validation"]} for line in lines if "validation" in line]
-    files = {kind: run_dir / f"{kind}.json" for kind in ("all", "unseen")}
-    measured = {kind: json.loads(file.read_text()) for kind, file in files.items() if file.exists()}
+    measured = {way: json.loads((run_dir / f"{way}.json").read_text()) for way in row.ways}
     about = {"commands": commands, "machine": machine, "config": settings_of(row)}
     with _WRITING:
         report.add(RESULTS, row.name, {**about, **report.essence(summary, validations, measured)})

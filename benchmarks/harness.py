@@ -47,6 +47,12 @@ def sgemm_peak(size: int = 2048, repeats: int = 5) -> float:
     return 2 * size**3 / seconds(lambda: a @ a, repeats)
 
 
+def stream_peak(size: int = 2**26, repeats: int = 5) -> float:
+    """Bytes/s of adding up a float32 tensor that no cache holds, now, on this machine."""
+    a = torch.randn(size)
+    return a.nbytes / seconds(a.sum, repeats)
+
+
 def in_child(module: str, *arguments: str) -> dict[str, Any]:
     """Run ``python -m module arguments`` and read the JSON of its last line: memory is a process's own."""
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)

@@ -1,6 +1,7 @@
 """What `benchmarks.against` measures of one checkout, in a process of its own: rates, as a line of JSON.
 
-    python benchmarks/one_side.py encoder|appends|reader|opening SCRATCH
+    python benchmarks/one_side.py encoder|reader|opening SCRATCH
+    python benchmarks/one_side.py appends SCRATCH    # a line of rates for each line of its input: two sides take turns
 
 With PYTHONPATH at another checkout it measures that one, as far as it has the names that are imported here.
 """
@@ -19,7 +20,7 @@ SHAPES = {
     "d = 128, 8 x 1,024": (128, 4, 4, 8, 1024),
     "d = 256, 4 x 1,024": (256, 2, 4, 4, 1024),
 }
-CALLERS, APPENDS = 32, 40  # events of each caller
+CALLERS, APPENDS = 32, 10  # events of each caller in a turn
 READ_USERS, OPENED_ITEMS = 40_000, 1_000_000
 
 
@@ -57,7 +58,7 @@ def encoder(_: Path) -> dict[str, float]:
 
 
 def appends(scratch: Path) -> dict[str, float]:
-    """Events a second that a Recommender has on disk, one a call, by one caller and by many."""
+    """Events a second that a Recommender has on disk, one a call, by one caller and by many: those of the last turn."""
     from fuxi_torchrec import Recommender
     from fuxi_torchrec.serving.tests.random_export import DemoExport, write_demo_export
 
@@ -79,12 +80,13 @@ def appends(scratch: Path) -> dict[str, float]:
             for caller in callers:
                 caller.join()
 
-        hours = iter(range(1, 100))
-        alone, all_of_them = 8 * APPENDS, CALLERS * APPENDS
-        return {
-            "appends, one caller": alone / fastest(lambda: append(0, alone, next(hours))),
-            f"appends, {CALLERS} callers": all_of_them / fastest(lambda: together(next(hours))),
-        }
+        alone, found = 10 * APPENDS, dict[str, float]()
+        print("{}", flush=True)
+        for turn, _ in enumerate(sys.stdin, 1):
+            found["appends, one caller"] = alone / seconds(lambda: append(0, alone, 2 * turn))  # noqa: B023
+            found[f"appends, {CALLERS} callers"] = CALLERS * APPENDS / seconds(lambda: together(2 * turn + 1))  # noqa: B023
+            print(json.dumps(found), flush=True)
+        return found
 
 
 def reader(scratch: Path) -> dict[str, float]:
@@ -131,12 +133,14 @@ def opening(scratch: Path) -> dict[str, float]:
 def fastest(function: Callable[[], Any], repeats: int = 5) -> float:
     """Seconds of the best of several calls, after one that is not timed."""
     function()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(seconds(function) for _ in range(repeats))
+
+
+def seconds(function: Callable[[], Any]) -> float:
+    """Of one call."""
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
 
 
 CASES = {"encoder": encoder, "appends": appends, "reader": reader, "opening": opening}

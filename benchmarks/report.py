@@ -10,11 +10,11 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.rows import ROWS, Row
 from fuxi_torchrec.artifacts import write_atomically
-from fuxi_torchrec.evaluation.baselines import NAMES
 
 Found = dict[str, Any]  # what came out of one run
 RESULTS = "results.json"
 RANKED = ("hr@10", "ndcg@10", "hr@50", "ndcg@50", "mrr")
+LONG = (*RANKED, "hr@200")
 TRAINING = ("step", "seconds", "events_per_second", "peak_memory_mb")
 CURVE = ("step", "hr@10", "ndcg@10")
 MIB = 2**20 / 1e9
@@ -35,19 +35,19 @@ def write(results: Path, page: Path, figures: Path | None = None) -> int:
     return int(bool(missing))
 
 
-def read(results: Path) -> dict[str, Found]:
+def read(results: Path, name: str = RESULTS) -> dict[str, Found]:
     """What came out of every run so far, by name."""
-    file = results / RESULTS
+    file = results / name
     found: dict[str, Found] = json.loads(file.read_text()) if file.exists() else {}
     return found
 
 
-def add(results: Path, name: str, found: Found) -> None:
+def add(results: Path, name: str, found: Found, file: str = RESULTS) -> None:
     """Write down what came out of a run: a line of the one file, which has what the page and its figures need."""
-    everything = dict(sorted({**read(results), name: found}.items()))
+    everything = dict(sorted({**read(results, file), name: found}.items()))
     lines = [f"{json.dumps(each)}: {json.dumps(value, separators=(',', ':'))}" for each, value in everything.items()]
     results.mkdir(parents=True, exist_ok=True)
-    write_atomically(results / RESULTS, "{\n" + ",\n".join(lines) + "\n}\n")
+    write_atomically(results / file, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def essence(summary: Found, validations: Sequence[Found], evaluations: dict[str, Found]) -> Found:
@@ -63,6 +63,8 @@ def essence(summary: Found, validations: Sequence[Found], evaluations: dict[str,
     for kind, measured in evaluations.items():
         times = {each: ranked(measured[each]) for each in ("target", "last")}
         baselines = {name: ranked(each) for name, each in measured["baselines"].items()}
+        if "by_target" in measured["target"]:
+            times["warm"] = ranked(measured["target"]["by_target"]["warm"])
         found[kind] = {"max_length": measured["max_length"], "users": measured["users"], **times}
         found[kind]["baselines"] = baselines
     return found
@@ -70,7 +72,7 @@ def essence(summary: Found, validations: Sequence[Found], evaluations: dict[str,
 
 def ranked(metrics: Found) -> Found:
     """The metrics of a table."""
-    return {name: round(metrics[name], 5) for name in RANKED}
+    return {name: round(metrics[name], 5) for name in LONG if name in metrics}
 
 
 def replaced(text: str, name: str, content: str) -> str:
@@ -95,6 +97,11 @@ def cell(values: Sequence[float], digits: int = 3) -> str:
     return short[0] if len(values) == 1 else f"{short[0]} ({short[1]} to {short[2]})"
 
 
+def cells(metrics: Sequence[Found], name: str) -> str:
+    """Of one metric of several runs; empty if one lacks it."""
+    return cell([each[name] for each in metrics]) if all(name in each for each in metrics) else ""
+
+
 def cost(each: Sequence[Found]) -> list[str]:
     """Training time, speed and memory."""
     training = [found["training"] for found in each]
@@ -112,13 +119,15 @@ def runs(rows: Sequence[Row]) -> str:
 
 
 def ranking_table(
-    kinds: Sequence[tuple[str, str, str]], baseline_kind: str
+    kinds: Sequence[tuple[str, str, str]], baseline_kinds: Sequence[str] = (), columns: Sequence[str] = RANKED
 ) -> Callable[[Sequence[Row], dict[str, Found]], str]:
     """A table with the metrics of some ways to ask.
 
     Args:
-        kinds: of each way its title, the candidates (``all`` or ``unseen``) and the request time.
-        baseline_kind: the candidates that baselines rank, in rows of their own.
+        kinds: of each way its title, its name in benchmarks.rows and the request time (``warm``: the target's, of warm
+            targets).
+        baseline_kinds: those in which rules have rows of their own.
+        columns: the metrics; a cell is empty where a run has no such metric.
     """
 
     def make(rows: Sequence[Row], found: dict[str, Found]) -> str:
@@ -130,15 +139,16 @@ def ranking_table(
                 each = [found[row.name] for row in group if kind in found[row.name]]
                 if not each:
                     continue
-                metrics = [cell([e[kind][request_time][m] for e in each]) for m in RANKED]
+                metrics = [cells([e[kind][request_time] for e in each], m) for m in columns]
                 lines.append([what, *metrics, *([] if number else [*cost(each), runs(group)])])
-            if kind == baseline_kind and request_time == "target":
-                simple = found[rows[0].name][kind]["baselines"]
+            if kind in baseline_kinds and request_time == "target":
+                having = [found[row.name][kind]["baselines"] for row in rows if kind in found[row.name]]
+                simple = max(having, key=lambda each: sum(map(len, each.values())))  # of the row that has most of them
                 # nothing of the user's own is left to recommend in "unseen"
-                names = NAMES if kind == "all" else ("popularity", "transitions")
-                lines += [[name, *(cell([simple[name][m]]) for m in RANKED)] for name in names]
+                names = [name for name in simple if kind != "unseen" or name in ("popularity", "transitions")]
+                lines += [[name, *(cells([simple[name]], m) for m in columns)] for name in names]
             # what a run cost and is called stands in the first table only
-            header = ["", *(m.upper() for m in RANKED), *([] if number else ["minutes", "events/s", "GB", "run"])]
+            header = ["", *(m.upper() for m in columns), *([] if number else ["minutes", "events/s", "GB", "run"])]
             lines = [[*line, *[""] * (len(header) - len(line))] for line in lines]
             parts.append(f"{title}\n\n{harness.table(header, lines)}")
         return "\n\n".join(parts)
@@ -156,12 +166,21 @@ GIT_KINDS = [
     ("Asked at the target's time:", "all", "target"),
     ("Asked at the last event's time:", "all", "last"),
 ]
+JOURNEY_KINDS = [
+    *GIT_KINDS,
+    ("Targets that have training events, asked at the target's time:", "all", "warm"),
+    ("Of each user the first product without a training event, among all products:", "cold", "target"),
+    ("The same among such products alone:", "new", "target"),
+]
 TABLES: dict[str, Callable[[Sequence[Row], dict[str, Found]], str]] = {
-    "movielens": ranking_table(ML_KINDS, "unseen"),
-    "gitlog": ranking_table(GIT_KINDS, "all"),
-    "movielens-ablations": ranking_table(ML_KINDS[:1], ""),
-    "gitlog-ablations": ranking_table(GIT_KINDS[:1], ""),
-    "lengths": ranking_table(GIT_KINDS[:1], ""),
+    "movielens": ranking_table(ML_KINDS, ["unseen"]),
+    "movielens-repeats": ranking_table(ML_KINDS[:2]),
+    "gitlog": ranking_table(GIT_KINDS, ["all"], LONG),
+    "gitlog-repeats": ranking_table(GIT_KINDS, ["all"], LONG),
+    "movielens-ablations": ranking_table(ML_KINDS[:1]),
+    "gitlog-ablations": ranking_table(GIT_KINDS[:1]),
+    "lengths": ranking_table(GIT_KINDS[:1]),
+    "journey": ranking_table(JOURNEY_KINDS, ["all", "new"], LONG),
 }
 
 
@@ -173,7 +192,7 @@ def lengths(found: dict[str, Found], output: Path) -> None:
     rows = [row for row in ROWS if row.study == "lengths" and row.name in found]
     if not rows:
         return
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     places = [found[row.name]["all"]["max_length"] for row in rows]
     for metric in ("hr@10", "ndcg@10"):
@@ -199,7 +218,7 @@ def curves(found: dict[str, Found], output: Path) -> None:
     rows = [row for row in ROWS if row.name in found and found[row.name]["curve"]]
     if not rows:
         return
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(1, len(rows), figsize=(5.5 * len(rows), 4), squeeze=False)
     for row, axis in zip(rows, axes[0], strict=True):
         curve, training = found[row.name]["curve"], found[row.name]["training"]
@@ -213,7 +232,8 @@ def curves(found: dict[str, Found], output: Path) -> None:
     plt.close(figure)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib, which needs no screen."""
     import matplotlib
 
     matplotlib.use("Agg")

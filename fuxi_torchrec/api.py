@@ -120,6 +120,7 @@ def evaluate(
     options: "EvaluateOptions | None" = None,
     run: "RunOptions | None" = None,
     output: str | Path | None = None,
+    ranks: str | Path | None = None,
 ) -> dict[str, Any]:
     """Rank every target among all items the run knows; the same result on every rank.
 
@@ -128,8 +129,9 @@ def evaluate(
         options: which targets, and how.
         run: which weights, on which data.
         output: where the result is written; ``RUN/eval-SPLIT.json`` by default.
+        ranks: where each user's ranks are written, as Parquet, if they are wanted.
     """
-    from fuxi_torchrec.artifacts import OutputError, write_atomically
+    from fuxi_torchrec.artifacts import check_file, write_atomically
     from fuxi_torchrec.distributed import raise_on_all_ranks
     from fuxi_torchrec.evaluation.options import EvaluateOptions, RunOptions
 
@@ -141,15 +143,14 @@ def evaluate(
         from fuxi_torchrec.evaluation.loading import load
 
         with raise_on_all_ranks("looking for the output's directory"):
-            if world.rank == 0 and not file.absolute().parent.is_dir():
-                raise OutputError(f"--output {file}: there is no directory {file.parent}, make it first")
-            if world.rank == 0 and file.is_dir():
-                raise OutputError(f"--output {file} is a directory: name a file")
+            for flag, path in (("--output", file), ("--ranks", ranks)):
+                if world.rank == 0 and path is not None:
+                    check_file(flag, Path(path))
         loaded = load(run_dir, world, *astuple(run or RunOptions()))
         times = (wanted.request_time,) if wanted.request_time else REQUEST_TIMES
         found = evaluate(
             *(loaded, wanted.split, times, wanted.filter_seen, wanted.users),
-            *(wanted.baselines, wanted.targets, wanted.candidates),
+            *(wanted.baselines, wanted.targets, wanted.candidates, None if ranks is None else Path(ranks)),
         )
         with raise_on_all_ranks("writing the result"):
             if world.rank == 0:

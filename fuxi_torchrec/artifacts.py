@@ -31,6 +31,14 @@ def replace_file(path: Path) -> Iterator[Path]:
         raise
 
 
+def check_file(flag: str, path: Path) -> None:
+    """An error that names the flag if no file can be put there: said before the work."""
+    if not path.absolute().parent.is_dir():
+        raise OutputError(f"{flag} {path}: there is no directory {path.parent}, make it first")
+    if path.is_dir():
+        raise OutputError(f"{flag} {path} is a directory: name a file")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Put a text in a file's place: all of it or nothing, and on disk when this returns."""
     with replace_file(path) as aside:

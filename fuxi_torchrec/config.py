@@ -241,7 +241,12 @@ class LoggingConfig(_Section):
 
 @dataclass(frozen=True)
 class Config:
-    """A whole experiment."""
+    """A whole experiment.
+
+    Example:
+        >>> dataclasses.replace(Config(), seed=7).model.kind
+        'fuxi_linear'
+    """
 
     seed: int = setting(0, "everything random follows from it")
     data: DataConfig = field(default_factory=DataConfig)

@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,8 +24,8 @@ from fuxi_torchrec.artifacts import lock
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-GRACE_SECONDS = 8.0  # from a signal to the kill: TorchX, which sent it, kills after 10
-ORPHAN_SECONDS = 3.0  # the same where nobody waits any more
+GRACE_SECONDS = 3.0  # from a signal to the kill: five seconds after its parent nothing is left
+_LOOK_SECONDS = 0.25
 
 
 def end_with_parent(parent: int | None = None) -> None:
@@ -35,6 +36,28 @@ def end_with_parent(parent: int | None = None) -> None:
     """
     if _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) and parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_launcher(pid: int) -> None:
+    """From now on a process, this one or its parent, ends when its own parent is gone: it is asked, then killed.
+
+    For torchrun, which does not do that itself, by the ranks below it; they end with it. Linux only.
+    """
+    if not Path("/proc/self/stat").exists():
+        return
+    launcher = _parent(pid)
+    # at the first look it may be gone already, if it is not the first process of a container
+    orphan = launcher == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes()
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # the process has ended
+            while not orphan and _parent(pid) == launcher:
+                time.sleep(_LOOK_SECONDS)
+        strike([pid], signal.SIGTERM)
+        time.sleep(GRACE_SECONDS)
+        strike([pid])
+
+    threading.Thread(target=watch, name="end with launcher", daemon=True).start()
 
 
 def supervised(command: Sequence[str], lock_path: Path | None = None) -> list[str]:
@@ -64,19 +87,18 @@ def supervise(command: Sequence[str], parent: int) -> int:
     told, kill_at = False, math.inf
     while (ended := _reap()) is not None:
         if child.pid in ended:
-            child.returncode, kill_at = ended[child.pid], min(kill_at, time.monotonic() + ORPHAN_SECONDS)
+            child.returncode, kill_at = ended[child.pid], min(kill_at, time.monotonic() + GRACE_SECONDS)
             strike(descendants(supervisor), signal.SIGTERM)
         if time.monotonic() >= kill_at:
             strike(descendants(supervisor))
         came = signal.sigtimedwait(_SIGNALS, 1.0 if kill_at == math.inf else 0.1)
         if came is None or came.si_signo == signal.SIGCHLD:
             continue
-        orphan = os.getppid() != parent
-        kill_at = min(kill_at, time.monotonic() + (ORPHAN_SECONDS if orphan else GRACE_SECONDS))
+        kill_at = min(kill_at, time.monotonic() + GRACE_SECONDS)
         if not told and child.returncode is None:  # once: a second signal would break into the saving
             told = True
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGTERM if orphan else came.si_signo)
+                os.killpg(child.pid, came.si_signo)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
@@ -102,8 +124,7 @@ def descendants(pid: int) -> set[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # ended meanwhile
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            children.setdefault(parent, []).append(int(entry.name))
+            children.setdefault(_parent(int(entry.name)), []).append(int(entry.name))
     found: set[int] = set()
     waiting = [pid]
     while waiting:
@@ -111,6 +132,10 @@ def descendants(pid: int) -> set[int]:
         found.update(below)
         waiting += below
     return found
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _prctl(option: int, value: int) -> bool:

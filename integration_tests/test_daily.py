@@ -14,7 +14,7 @@ import yaml
 from torchx.runner import get_runner
 
 from fuxi_torchrec.export.bundle import Bundle
-from fuxi_torchrec.processes import ORPHAN_SECONDS, descendants, strike
+from fuxi_torchrec.processes import GRACE_SECONDS, descendants, strike
 from fuxi_torchrec.strict_yaml import load
 from integration_tests.launches import all_end, marked, until
 from pipelines import synthesize
@@ -167,7 +167,7 @@ def check_three_days(pipeline):
 
 @pytest.mark.timeout(900)
 def test_nothing_outlives_a_pipeline_that_was_killed_and_the_next_one_goes_on(tmp_path):
-    assert ORPHAN_SECONDS < 5
+    assert GRACE_SECONDS < 5
     pipeline = Pipeline(tmp_path)
     pipeline.log_arrives(0)
     moments = (
@@ -193,7 +193,7 @@ def test_nothing_outlives_a_pipeline_that_was_killed_and_the_next_one_goes_on(tm
 def requests(scheduler, options, tmp_path):
     """Each stage's request to the scheduler, of a day after another."""
     settings = [
-        *("root=/shared/daily", 'logs.path="/shared/logs/{day}"', "gate.against=same_data", 'jobs.processes="2x4"'),
+        *("root=/shared/daily", 'logs.path="/shared/logs/{day}"', "gate.against=same_data", 'jobs.ranks="2x4"'),
         *("jobs.gpu=4", "jobs.mem_mb=64000", "jobs.image=registry/fuxi:1", f"jobs.scheduler_options={options}"),
     ]
     config = load(DailyConfig, None, [*settings, "jobs.environment={EXTRA: yes please}", f"root={tmp_path}"])

@@ -10,6 +10,7 @@ import pytest
 
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.tests.small import describe
+from fuxi_torchrec.evaluation.baselines import NAMES
 from fuxi_torchrec.schema import sealed
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
@@ -97,11 +98,34 @@ def test_baselines_stand_beside_the_model(workers, trained):
     two = workers(2).run(evaluate, trained / "row_wise")[0]
     for seen in (False, True):
         baselines = found["test", seen]["baselines"]
-        assert baselines.keys() == {"popularity", "recent items", "frequent items", "transitions"}
+        assert baselines.keys() == set(NAMES)
         for name, metrics in baselines.items():
             assert {k: v for k, v in metrics.items() if k != "by_history_length"} == pytest.approx(
                 {k: v for k, v in two["test", seen]["baselines"][name].items() if k != "by_history_length"}
             )
+
+
+def ranked_to(run_dir, file):
+    from fuxi_torchrec.evaluation.evaluate import evaluate as run_it
+
+    return run_it(small.load(run_dir), ranks_file=file)
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_ranks_of_single_users_are_those_of_counting(workers, trained, data, tmp_path, processes):
+    import pyarrow.parquet as pq
+
+    workers(processes).run(ranked_to, trained / "row_wise", tmp_path / "ranks.parquet")
+    found, run = pq.read_table(tmp_path / "ranks.parquet"), small.plain(trained / "row_wise", data)
+    with_target = [user for user in run.histories if len(user[1]) > 1]
+    assert found["user_id"].to_pylist() == [user for user, *_ in with_target]
+    raw = [items[-1] * 100 if run.known[items[-1]] else None for _, items, *_ in with_target]
+    assert found["item_id"].to_pylist() == raw and None in raw
+    for request_time in ("target", "last"):
+        wanted = small.ranks(run, "test", request_time, False)
+        assert found[f"rank_{request_time}"].to_pylist() == [rank for rank, _ in wanted]
+        assert found["events"].to_pylist() == [length for _, length in wanted]
+    assert {"rank_popularity", "rank_frequent_items", "rank_transitions"} < set(found.column_names)
 
 
 def test_the_program_writes_a_file_and_prints_a_table(trained, tmp_path):

@@ -1,6 +1,8 @@
 """Items and users with features: prepared, trained, evaluated, exported, served; and items that nobody has had."""
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -12,10 +14,11 @@ from fuxi_torchrec.data.prepare import PrepareOptions, prepare
 from fuxi_torchrec.events.sources import events
 from fuxi_torchrec.export.bundle import Bundle, ExportError
 from fuxi_torchrec.serving.recommender import Recommender
+from fuxi_torchrec.serving.store import read_store
 from integration_tests import retrieval_runs as small
 from integration_tests import runs
 
-START, CUT, END = 1_600_000_000, 1_600_080_000, 1_600_100_000
+START, CUT, EARLY, END = 1_600_000_000, 1_600_080_000, 1_600_090_000, 1_600_100_000
 ITEM = {"brand": {}, "tags": {"pooling": "mean"}, "price": {}, "text": {}, "level": {}}
 SETTINGS = [
     "data.split=by_time",
@@ -24,6 +27,7 @@ SETTINGS = [
     f"features.item={json.dumps(ITEM)}",
     "features.item.brand.sharding=row_wise",
 ]
+WHOLE = ["batch.max_length=64", "model.max_positions=64"]  # no history is longer
 USER = "features.user={age: {}, income: {}}"
 
 
@@ -73,11 +77,13 @@ def evaluated(run_dir, **options):
     return evaluate(small.load(run_dir), request_times=["target"], **options)
 
 
-def exported(run_dir, output):
+def exported(run_dir, output, **options):
     from fuxi_torchrec.export import export as exporting
     from fuxi_torchrec.export.options import ExportOptions
 
-    return exporting.export(small.load(run_dir), output, ExportOptions(programs=False, state_min_events=5)).items
+    return exporting.export(
+        small.load(run_dir), output, ExportOptions(programs=False, state_min_events=5, **options)
+    ).items
 
 
 def settings(place, *more):
@@ -176,7 +182,7 @@ def test_new_items_that_cannot_be_taken_are_refused_and_leave_nothing(place, run
         assert recommender.info()["items"] == 60
         done = recommender.add_items([item | {"brand": "never seen"}])
         assert done.added == 1 and done.unknown_values == 1
-    assert len((place / "log-2" / "items.jsonl").read_text().splitlines()) == 1
+    assert len(read_store(place / "log-2").items) == 1
 
 
 @pytest.mark.timeout(120)
@@ -203,15 +209,31 @@ def test_a_refresh_with_items_is_what_a_service_with_them_is(place, run, capsys)
     assert "56" in capsys.readouterr().out.splitlines()[-1]  # of the same features, and never trained either
 
 
-def test_neighbours_are_the_users_with_the_nearest_vectors(place, run):
+def test_neighbours_are_the_users_with_the_nearest_vectors(place, run, capsys):
+    from starlette.testclient import TestClient
+
+    from fuxi_torchrec.serving.http.service import create_app
+    from pipelines import recommend
+
     table = pa.concat_tables([pq.read_table(path) for path in sorted((place / "export" / "users").glob("*.parquet"))])
     rows = np.array(table["embedding"].to_pylist(), np.float32)
     ids, own = table["user_id"].to_pylist(), table["user_id"].to_pylist().index(4)
     expected = [ids[n] for n in np.argsort(-(rows @ rows[own])).tolist() if n != own][:5]
     with Recommender.load(place / "export", log_dir=place / "log-5") as recommender:
         assert recommender.similar_users(4, recommender.manifest.as_of, 5).users == expected
-        with pytest.raises(ValueError, match="user 999 has no events"):
+        with pytest.raises(ValueError, match="user_id 999 has no events"):
             recommender.similar_users(999, recommender.manifest.as_of)
+    assert recommend.main(["--export", str(place / "export"), "--neighbours-of", "4", "-k", "5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [int(line.split()[1]) for line in lines[-5:]] == expected
+    assert recommend.main(["--export", str(place / "export"), "--neighbours-of", "999"]) == 1
+    recommender = Recommender.load(place / "export", log_dir=place / "log-5")
+    with TestClient(create_app(recommender)) as client:
+        asked = {"user_id": 4, "time": recommender.manifest.as_of, "k": 5}
+        said = client.post("/similar-users", json=asked).json()
+        assert said["user"] == 4 and [each["user_id"] for each in said["users"]] == expected
+        assert client.post("/similar-users", json=asked | {"user_id": 999}).status_code == 404
+        assert client.post("/similar-users", json=asked | {"k": 0}).status_code == 422
 
 
 def test_new_items_over_http(place, run):
@@ -247,10 +269,141 @@ def test_rows_of_an_export_have_features(place, run):
 
 
 @pytest.mark.timeout(120)
-def test_features_of_users_are_not_exported(place, workers):
-    workers(1).run(small.train, place / "users", settings(place, USER, "train.max_steps=1"))
-    said = workers(1).run(small.attempt, exported, place / "users", place / "users-export")[0]
-    assert "features.user (age, income) cannot be exported" in said
+def test_an_approximate_index_finds_added_items_too(place, run, workers):
+    workers(1).run(exported, run, place / "hnsw", exact_items=1)
+    table = features_of(range(1, 61))
+    with Recommender.load(place / "hnsw", log_dir=place / "log-9") as recommender:
+        assert recommender._catalogue._faiss is not None
+        recommender.add_items([record(table, n - 1) | {"item_id": n + 1000} for n in range(51, 61)])
+        found = recommender.recommend([3], END, k=70)[0]
+    with Recommender.load(place / "hnsw", log_dir=place / "log-9", search="exact") as recommender:
+        expected = recommender.recommend([3], END, k=70)[0]
+    assert set(found.items) == set(expected.items) and {n + 1000 for n in range(51, 61)} < set(found.items)
+    assert found.scores == pytest.approx(expected.scores, abs=1e-4)
+
+
+def test_a_vocabulary_past_its_table_is_refused(place, run):
+    from fuxi_torchrec.events import parquet
+    from fuxi_torchrec.export.bundle import describe_file, write_manifest
+
+    forged, name = place / "forged", "item-features/brand.parquet"
+    shutil.copytree(place / "export", forged)
+    table, manifest = pq.read_table(forged / name), Bundle.open(forged).manifest
+    more = pa.table({"value": ["one more"], "index": pa.array([len(table) + 1], table["index"].type)})
+    (forged / name).unlink()
+    parquet.write_table(forged / name, pa.concat_tables([table, more]))
+    write_manifest(forged, replace(manifest, files={**manifest.files, name: describe_file(forged / name)}))
+    with pytest.raises(ExportError, match=r"brand has \d+ values and \d+ rows"):
+        Recommender.load(forged, log_dir=place / "log-10")
+
+
+# --- features of users ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def users_run(place, workers):
+    """A run with features of users, exported with everything, and with what happened before EARLY."""
+    workers(1).run(small.train, place / "users", settings(place, USER, *WHOLE, "train.max_steps=6"))
+    workers(2).run(exported, place / "users", place / "users-export")
+    workers(1).run(exported, place / "users", place / "users-early", as_of=str(EARLY), truncate=True)
+    return place / "users"
+
+
+def oracle_rows(place):
+    """What features add to the query of users 0, 2, 4, ...: by hand, from the plain checkpoint."""
+    from fuxi_torchrec.training.checkpoint.info import find_checkpoint
+    from fuxi_torchrec.training.checkpoint.unshard import read_plain
+
+    weights = read_plain(find_checkpoint(place / "users" / "checkpoints", "latest"))
+    ages, incomes = ["old", "young", None] * 5, np.arange(15.0)
+    scaled = (incomes - incomes.mean()) / incomes.std()
+    (projection,) = (value for name, value in weights.items() if "user_projection" in name)
+    vocabulary = {"old": 1, "young": 2, None: 0}
+    rows = weights["user_feature_age"][[vocabulary[age] for age in ages]]
+    rows = rows + torch.tensor(scaled, dtype=torch.float32)[:, None] * projection[:, 0]
+    return {2 * n: row for n, row in enumerate(rows)}
+
+
+def embeddings(export):
+    table = pa.concat_tables([pq.read_table(path) for path in sorted((export / "users").glob("*.parquet"))])
+    return dict(zip(table["user_id"].to_pylist(), np.array(table["embedding"].to_pylist(), np.float32), strict=True))
+
+
+@pytest.mark.timeout(300)
+def test_features_of_users_are_part_of_exported_vectors_and_of_every_answer(place, users_run):
+    from starlette.testclient import TestClient
+
+    from fuxi_torchrec.serving.http.service import create_app
+
+    found, rows = embeddings(place / "users-export"), oracle_rows(place)
+    assert max(float(row.abs().max()) for row in rows.values()) > 0.01
+    recommender = Recommender.load(place / "users-export", log_dir=place / "log-7")
+    as_of, catalogue = recommender.manifest.as_of, recommender._catalogue
+    with TestClient(create_app(recommender)) as client:
+        for user in range(30):
+            query = recommender._model.encoder.query(recommender.states([user]), torch.tensor([as_of]))[0]
+            vector = torch.nn.functional.normalize(query + rows.get(user, torch.zeros(len(query))), dim=0)
+            torch.testing.assert_close(torch.tensor(found[user]), vector, atol=1e-5, rtol=1e-5)
+            scores = catalogue.vectors @ vector / recommender.manifest.temperature
+            answer = recommender.recommend([user], as_of, k=5)[0]
+            assert answer.scores == pytest.approx(scores.topk(5).values.tolist(), abs=1e-4)
+            said = client.post("/recommend", json={"user_id": user, "time": as_of, "k": 5}).json()
+            assert [each["item_id"] for each in said["items"]] == answer.items
+        # a user that is forgotten has no features either, and whom the file does not have never had any
+        recommender.forget([4])
+        recommender.append([4, 999], [7, 7], [as_of + 1] * 2)
+        one, other = recommender.recommend([4, 999], as_of + 5)
+        assert (one.items, one.scores) == (other.items, other.scores)
+
+
+@pytest.mark.timeout(120)
+def test_a_refresh_with_features_of_users_is_a_full_export(place, users_run):
+    from fuxi_torchrec.serving.refresh.refresh import refresh
+
+    header, *lines = (place / "log.csv").read_text().splitlines()
+    later = [line for line in lines if int(line.rsplit(",", 1)[1]) > EARLY]
+    (place / "later.csv").write_text("\n".join([header, *later]) + "\n")
+    refresh(place / "users-early", place / "later.csv", place / "users-late", requery_all=True)
+    found, expected = (embeddings(place / name) for name in ("users-late", "users-export"))
+    assert found.keys() == expected.keys()
+    for user, vector in expected.items():
+        np.testing.assert_allclose(found[user], vector, atol=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_users_with_other_features_are_those_of_the_file_after_a_refresh(place, users_run, capsys):
+    from pipelines import refresh
+
+    # user 1 as user 0, whom it was unlike; 0 has lost them; 500 is nobody yet; 2 has a value that nobody had
+    table = {"user_id": [1, 0, 500, 2], "age": ["old", None, "old", "new"], "income": [0.0, None, 0.0, 1.0]}
+    pq.write_table(pa.table(table), place / "changed.parquet")
+    given = ["--export", str(place / "users-export"), "--users", str(place / "changed.parquet")]
+    (place / "gone").write_text("6\n")
+    given += ["--output", str(place / "changed"), "--forget", str(place / "gone")]
+    assert refresh.main(given) == 0
+    said = capsys.readouterr().out
+    assert (
+        "4 users with features of the file" in said and "1 values of features" in said and "1 users forgotten" in said
+    )
+    Bundle.open(place / "changed").check()
+    rows, before, after = oracle_rows(place), *(embeddings(place / name) for name in ("users-export", "changed"))
+    with Recommender.load(place / "changed", log_dir=place / "log-8") as recommender:
+        kept = recommender._model.user_rows
+        torch.testing.assert_close(kept.of([1]), rows[0][None])
+        torch.testing.assert_close(kept.of([500]), rows[0][None])
+        assert not kept.of([6]).any() and 6 not in after
+        as_of = recommender.manifest.as_of
+        query = recommender._model.encoder.query(recommender.states([1]), torch.tensor([as_of]))[0]
+        vector = torch.nn.functional.normalize(query + rows[0], dim=0)
+        torch.testing.assert_close(torch.tensor(after[1]), vector, atol=1e-5, rtol=1e-5)
+    for user in (3, 8):
+        np.testing.assert_allclose(after[user], before[user], atol=1e-6)
+    assert np.abs(after[1] - before[1]).max() > 1e-4
+    given[-3] = str(place / "nothing")
+    assert refresh.main([*given[:3], str(place / "items.parquet"), *given[4:]]) == 1
+    assert "no id column 'user_id'" in capsys.readouterr().err
+    assert refresh.main(["--export", str(place / "users-export"), "--output", str(place / "nothing")]) == 1
+    assert "give --events, --users or both" in capsys.readouterr().err
 
 
 @pytest.mark.timeout(120)

@@ -3,12 +3,13 @@
 import json
 import signal
 import time
+import uuid
 from pathlib import Path
 
 import pytest
 
 from integration_tests import runs
-from integration_tests.launches import descendants, held, latest, launched, listener, strike, until
+from integration_tests.launches import all_end, descendants, held, latest, launched, listener, marked, strike, until
 from pipelines.components import free_port
 
 STEPS, EVERY, HOLD = 16, 4, 10
@@ -17,6 +18,7 @@ SETTINGS = [
     *("model.dim=16", "train.epochs=100", f"train.max_steps={STEPS}", f"checkpoint.every_steps={EVERY}"),
     "distributed.timeout_seconds=60",
 ]
+ENDLESS = ("data.num_workers=1", "train.epochs=1000000", "train.max_steps=1000000000")
 ONCE = "OMP_NUM_THREADS=1,PET_MAX_RESTARTS=0,TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 TRAIN, HELD = "pipelines.train", "integration_tests.held_training"
 pytestmark = pytest.mark.timeout(180)
@@ -124,8 +126,7 @@ def test_sigterm_saves_marks_and_leaves_and_the_run_continues(data, tmp_path, un
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_when_torchrun_is_struck_none_of_its_processes_stays(data, tmp_path, number):
     run_dir, log = tmp_path / "run", tmp_path / "log"
-    endless = ["data.num_workers=1", "train.epochs=1000000", "train.max_steps=1000000000"]
-    with launched(*ddp(run_dir, data, TRAIN), *endless, log=log) as process:
+    with launched(*ddp(run_dir, data, TRAIN), *ENDLESS, log=log) as process:
         until(lambda: latest(run_dir) > 0, process, log)
         (torchrun,) = [
             pid for pid in descendants(process.pid) if command_of(pid)[1:2] and "torchrun" in command_of(pid)[1]
@@ -138,6 +139,21 @@ def test_when_torchrun_is_struck_none_of_its_processes_stays(data, tmp_path, num
             time.sleep(0.1)
         assert not any(map(command_of, below))
         assert finish(process, log, expected=1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_nothing_outlives_a_torchx_that_was_struck(data, tmp_path, number):
+    run_dir, log, mark = tmp_path / "run", tmp_path / "log", uuid.uuid4().hex
+    with launched(*ddp(run_dir, data, TRAIN), *ENDLESS, log=log, MARK=mark) as process:
+        try:
+            until(lambda: latest(run_dir) > 0, process, log)
+            assert len(marked(mark)) >= 6  # torchx, torchrun, two ranks, and what reads for each
+            process.send_signal(number)
+            process.wait(30)
+            all_end(mark)
+        finally:
+            for pid in marked(mark):
+                strike(pid)
 
 
 def test_when_a_node_dies_the_other_one_continues_alone(data, tmp_path, undisturbed):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fuxi_torchrec.ops import backends
 from fuxi_torchrec.training.checkpoint.info import named, point, read_info
 from fuxi_torchrec.worker_group import WorkerError
 from integration_tests import runs
@@ -36,6 +37,20 @@ def test_losses_are_the_same_on_1_2_and_4_processes_and_as_recorded(workers, dat
     assert differ(found[1], found[4]) < 1e-5
     recorded = {int(step): loss for step, loss in json.loads(GOLDEN.read_text())[kind].items()}
     assert differ(found[1], recorded) < 1e-4  # other processors round differently
+
+
+def run_with(backend, *arguments):
+    with backends.use(backend):
+        return runs.run(*arguments)
+
+
+@pytest.mark.parametrize("backend", [name for name in backends.available() if name != "native"])
+def test_losses_are_as_recorded_on_every_backend(workers, data, tmp_path, backend):
+    settings = [*data, "tables.sharding=row_wise", "optimizer.kind=adamw", "train.max_steps=10", "optimizer.lr=1e-3"]
+    found = workers(2).run(run_with, backend, tmp_path / "run", settings)[0]
+    recorded = json.loads(GOLDEN.read_text())["adamw"]
+    assert len(found) == 10
+    assert differ(found, {step: recorded[str(step)] for step in found}) < 1e-4
 
 
 @pytest.mark.parametrize("negatives", ["shared", "uniform", "full"])

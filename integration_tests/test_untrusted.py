@@ -1,7 +1,9 @@
 """A checkpoint from elsewhere: whatever was put into its files, no command runs it."""
 
+import contextlib
 import json
 import pickle
+import resource
 import shutil
 import zlib
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 import fuxi_torchrec
 from fuxi_torchrec.data.synthetic import SyntheticConfig
+from fuxi_torchrec.export.bundle import ExportError
 from fuxi_torchrec.schema import CHECKSUM, sealed
 from fuxi_torchrec.training.checkpoint.info import CheckpointError, read_info
 from fuxi_torchrec.training.checkpoint.reader import CheckpointReader
@@ -133,16 +136,32 @@ def test_a_flipped_bit_in_a_description_is_refused(run, name, capsys):
     assert checkpoints.main(["list", str(run)]) == 0
 
 
-def test_weights_on_a_full_disk_leave_nothing_behind(run, tmp_path, capsys):
-    import resource
-
+@contextlib.contextmanager
+def files_of_at_most(size):
+    """As on a disk that is full from there on."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        assert checkpoints.main(["unshard", str(run), str(tmp_path / "out")]) == 1
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_weights_on_a_full_disk_leave_nothing_behind(run, tmp_path, capsys):
+    with files_of_at_most(2**14):
+        assert checkpoints.main(["unshard", str(run), str(tmp_path / "out")]) == 1
     assert str(tmp_path / "out") in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     assert checkpoints.main(["unshard", str(run), str(tmp_path / "out")]) == 0
     assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+
+
+def test_an_export_on_a_full_disk_is_refused_whichever_file_does_not_fit(run, tmp_path):
+    fuxi_torchrec.export(run, tmp_path / "whole")
+    for name in ("items/part-00000.parquet", "encoder.safetensors", "programs/query.pt2"):
+        with (
+            files_of_at_most((tmp_path / "whole" / name).stat().st_size - 1),
+            pytest.raises(ExportError, match=r"(out: cannot|index cannot) be written"),
+        ):
+            fuxi_torchrec.export(run, tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "whole"], "nothing is left"

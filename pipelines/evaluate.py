@@ -30,6 +30,10 @@ def _parser() -> argparse.ArgumentParser:
     add_run_options(found)
     add_options(found, EvaluateOptions)
     found.add_argument("--output", type=Path, metavar="FILE", help="in place of RUN/eval-SPLIT.json")
+    what = (
+        "write each user's ranks there too, as Parquet: user_id, item_id, cold, events, rank_last, rank_popularity ..."
+    )
+    found.add_argument("--ranks", type=Path, metavar="FILE", help=what)
     return found
 
 
@@ -38,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(arguments)
     setup_logging(given.log_level)
     options = options_from(given, EvaluateOptions)
-    found = evaluate(given.run_dir, options, options_from(given, RunOptions), given.output)
+    found = evaluate(given.run_dir, options, options_from(given, RunOptions), given.output, given.ranks)
     if int(os.environ.get("RANK", "0")) == 0:
         from fuxi_torchrec.evaluation.evaluate import as_text
 

@@ -13,6 +13,7 @@ from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature, Owner
+from fuxi_torchrec.events.histories import Ragged
 from fuxi_torchrec.events.times import PER_SECOND, show_time
 
 GAP_BOUNDS = {
@@ -91,6 +92,38 @@ def described(dataset: Dataset, owner: Owner, most: int = 5) -> list[str]:
     return lines
 
 
+def of_events(dataset: Dataset, most: int = 5) -> list[str]:
+    """Features of events: how many events have them, what is most frequent, how numbers are spread."""
+    lines, info = [], dataset.info
+    reader = Reader(dataset, [feature.name for feature in info.features])
+    for feature in info.features:
+        filled, counts, numbers = 0, np.zeros(max(1, feature.rows), np.int64), list[np.ndarray]()
+        for number in range(len(reader.groups)):
+            column = reader.block(number).features[feature.name]
+            if isinstance(column, Ragged):
+                filled += int((np.diff(column.bounds) > 0).sum())
+                counts += np.bincount(column.values, minlength=len(counts))
+            elif feature.in_table:
+                filled += int((column > 0).sum())
+                counts += np.bincount(column.astype(np.int64), minlength=len(counts))
+            else:
+                there = column[~np.isnan(column).any(1)]
+                filled += len(there)
+                numbers.append(there[:: max(1, len(there) // 10_000)])
+        if feature.in_table:
+            values = dataset.feature_values(feature.name).to_pylist() if feature.vocabulary else []
+            order = [n for n in np.argsort(-counts, kind="stable").tolist() if n and counts[n]][:most]
+            shown = ", ".join(f"{values[n - 1] if values else n} {counts[n]:,}" for n in order)
+        elif feature.kind == "number":
+            spread = np.quantile(np.concatenate(numbers), (0, 0.25, 0.5, 0.75, 1)) if filled else np.zeros(0)
+            shown = "quartiles " + ", ".join(f"{value:.4g}" for value in spread)
+        else:
+            shown = f"{feature.width} elements"
+        several = "a list per event" if feature.multiple else feature.kind
+        lines.append(f"feature {feature.name}: {several}, {100 * filled / info.events:.1f} % filled; {shown}")
+    return lines
+
+
 def draw(dataset: Dataset, path: str) -> None:
     """Histograms of all features of items and users, as a PNG."""
     from matplotlib.figure import Figure
@@ -140,9 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(bars(info.length_histogram))
         print("time between events:")
         print(bars(gap_histogram(reader)))
-        for feature in info.features:
-            shape = "a list of values" if feature.multiple else "one value"
-            print(f"feature {feature.name}: {shape} per event, below {feature.rows}")
+        for line in of_events(dataset):
+            print(line)
         for owner in ("item", "user"):
             if dataset.owned(owner).there:
                 print("\n".join(described(dataset, owner)))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from fuxi_torchrec.errors import FuxiError
-from fuxi_torchrec.processes import end_with_parent
+from fuxi_torchrec.processes import end_with_launcher, end_with_parent
 
 _COPY_SECONDS = 1.0  # torchrun copies what ranks say to the terminal every tenth of a second
 _TURN_SECONDS = 5.0  # the other ranks of a host leave it to the first to speak and to end the job
@@ -30,9 +30,14 @@ class JobParser(argparse.ArgumentParser):
 
 
 def run_job(name: str, main: Callable[[], int]) -> NoReturn:
-    """Run this rank's part of a job and end the process; under torchrun it also ends when torchrun does."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    """Run this rank's part of a job and end the process; under torchrun it also ends when torchrun does, and torchrun
+    when a TorchX that had started it on this machine is gone.
+    """
+    below_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if below_torchrun:
         end_with_parent()
+    if os.environ.get("TORCHX_JOB_ID", "").startswith("local_cwd:"):
+        end_with_launcher(os.getppid() if below_torchrun else os.getpid())
     try:
         code = main()
     except FuxiError as error:

@@ -49,7 +49,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("user", "item", "time"):
         events.add_argument(f"--{name}-column", required=True)
     events.add_argument("--time-unit", required=True, choices=TIME_UNITS)
-    events.add_argument("--event-features", type=_names, default=(), metavar="A,B", help="kept as features")
+    what = "kept as features: A, or A:KIND as --item-columns has it (id, bucket, number, vector)"
+    events.add_argument("--event-features", type=_names, default=(), metavar="A,B", help=what)
     events.add_argument(
         "--split-features",
         type=_pair,
@@ -84,7 +85,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+    return [name for name in text.replace(" ", ",").split(",") if name]
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 python -m pipelines.recommend --export DIR --user ID [--time ISO|unix] [-k 10] [--exclude-seen] [--json]
 python -m pipelines.recommend --export DIR --similar-to ITEM [-k 10] [--json]
+python -m pipelines.recommend --export DIR --neighbours-of USER [--time ISO|unix] [-k 10] [--json]
 python -m pipelines.recommend --export DIR --history ITEM@TIME,ITEM@TIME [--time ISO|unix] [-k 10] [--json]
 """
 
@@ -14,6 +15,7 @@ from pathlib import Path
 from fuxi_torchrec.events.times import parse_time, show_time
 from fuxi_torchrec.logging import setup_logging
 from fuxi_torchrec.options import add_encoder_option
+from fuxi_torchrec.serving.neighbours import Neighbours
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.requests import Answer, Request, Similar
 
@@ -25,6 +27,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     who = parser.add_mutually_exclusive_group(required=True)
     who.add_argument("--user", metavar="ID", help="a user's raw id")
     who.add_argument("--similar-to", metavar="ITEM", help="items similar to this one, by its raw id")
+    who.add_argument("--neighbours-of", metavar="USER", help="users with similar vectors, by the raw id of one")
     who.add_argument("--history", metavar="ITEM@TIME,...", help="an anonymous history: raw item ids and their times")
     parser.add_argument("--time", metavar="ISO|unix", help="of the request; the export's as_of by default")
     parser.add_argument("-k", type=int, default=Request.k, help="how many items; %(default)s by default")
@@ -45,10 +48,15 @@ def raw_id(text: str, kind: str, what: str) -> int | str:
         raise ValueError(f"{what} {text!r} is no integer: this export has integer ids") from None
 
 
-def ask(args: argparse.Namespace, recommender: Recommender) -> Answer:
+def ask(args: argparse.Namespace, recommender: Recommender) -> Answer | Similar | Neighbours:
     """One answer."""
     manifest = recommender.manifest
     time = parse_time(args.time, manifest.time_unit) if args.time else manifest.as_of
+    if args.similar_to is not None:
+        return recommender.similar_items(raw_id(args.similar_to, manifest.item_id_type, "--similar-to"), args.k)
+    if args.neighbours_of is not None:
+        user = raw_id(args.neighbours_of, manifest.user_id_type, "--neighbours-of")
+        return recommender.similar_users(user, time, args.k)
     if args.user is not None:
         user = raw_id(args.user, manifest.user_id_type, "--user")
         return recommender.recommend([user], time, args.k, args.exclude_seen)[0]
@@ -62,14 +70,15 @@ def ask(args: argparse.Namespace, recommender: Recommender) -> Answer:
     return recommender.recommend_history(items, times, time, args.k, args.exclude_seen)
 
 
-def show_items(answer: Answer | Similar) -> None:
-    """Items, scores and what is shown of them, as a table."""
-    width = max((len(str(item)) for item in answer.items), default=4)
-    print(f"{'':>4}  {'item':<{width}}  {'score':>9}")
-    for place, (item, score) in enumerate(zip(answer.items, answer.scores, strict=True)):
-        shown = answer.display[place].values() if answer.display else ()
-        more = "  ".join(text for text in shown if text)
-        print(f"{place + 1:>4}  {item!s:<{width}}  {score:>9.4f}{'  ' * bool(more)}{more}")
+def show_scored(
+    what: str, ids: Sequence[int | str], scores: Sequence[float], display: Sequence[dict[str, str | None]] = ()
+) -> None:
+    """Ids, scores and what is shown of them, as a table."""
+    width = max((len(str(each)) for each in ids), default=4)
+    print(f"{'':>4}  {what:<{width}}  {'score':>9}")
+    for place, (each, score) in enumerate(zip(ids, scores, strict=True)):
+        more = "  ".join(text for text in display[place].values() if text) if display else ""
+        print(f"{place + 1:>4}  {each!s:<{width}}  {score:>9.4f}{'  ' * bool(more)}{more}")
 
 
 def show(answer: Answer, unit: str) -> None:
@@ -82,7 +91,7 @@ def show(answer: Answer, unit: str) -> None:
         print("the time lies before the last event: no time has passed since, for the model")
     if answer.unknown_items:
         print(f"{answer.unknown_items} items of the history are unknown to the model")
-    show_items(answer)
+    show_scored("item", answer.items, answer.scores, answer.display)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,11 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     setup_logging("warning")
     try:
         recommender = Recommender.load(args.export, log_dir=args.log_dir, read_only=True, warm_up=False)
-        similar = None
-        if args.similar_to is not None:
-            item = raw_id(args.similar_to, recommender.manifest.item_id_type, "--similar-to")
-            similar = recommender.similar_items(item, args.k)
-        answer = similar or ask(args, recommender)
+        answer = ask(args, recommender)
     except (ValueError, OSError) as error:
         print(f"recommend: {error}", file=sys.stderr)
         return 1
@@ -103,8 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(answer.to_dict()))
     elif isinstance(answer, Answer):
         show(answer, recommender.manifest.time_unit)
+    elif isinstance(answer, Neighbours):
+        show_scored("user", answer.users, answer.scores)
     else:
-        show_items(answer)
+        show_scored("item", answer.items, answer.scores, answer.display)
     return 0
 
 

@@ -3,6 +3,7 @@
     python -m pipelines.refresh --export DIR --events NEW --output DIR2
         [--as-of T] [--requery-all] [--forget FILE] [--user-column C --item-column C --time-column C]
 
+    python -m pipelines.refresh --export DIR --users NEW --output DIR2
     python -m pipelines.refresh --export DIR --items NEW --output DIR2
 
 NEW is a CSV or Parquet file, a directory, a glob, or the directory of a Recommender's store. It is read as the log was
@@ -36,6 +37,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--events", metavar="NEW", help="file, directory, glob, or a service's store")
     parser.add_argument(
         "--items", metavar="NEW", help="Parquet or CSV of new items with their features, without events"
+    )
+    parser.add_argument(
+        "--users", metavar="NEW", help="Parquet or CSV of users with new features, beside events or alone"
     )
     parser.add_argument("--output", required=True, type=Path, metavar="DIR2", help="the new export")
     parser.add_argument("--as-of", metavar="T", help="when users are queried: ISO or a number; the latest event's time")
@@ -82,6 +86,7 @@ def run(args: argparse.Namespace) -> Summary:
             args.events,
             args.output,
             as_of=parse_time(args.as_of, manifest.time_unit) if args.as_of else None,
+            users=args.users,
             requery_all=args.requery_all,
             forget=users_to_forget(args.forget, manifest.user_id_type),
             columns=LogColumns(args.user_column, args.item_column, args.time_column),
@@ -95,8 +100,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     setup_logging()
     try:
-        if (args.events is None) == (args.items is None):
-            raise ValueError("give --events, or --items: first the items, then the events of the export that has them")
+        if (args.events is None and args.users is None) == (args.items is None):
+            raise ValueError(
+                "give --events, --users or both; or --items: first items, then the events of the export that has them"
+            )
         if args.items is not None:
             done = add_items(args.export, args.items, args.output)
             print(f"{args.output}: {done.added:,} new items; {done.known:,} that the export has stay as they are")

@@ -5,7 +5,6 @@ python -m benchmarks.fuzz --fixtures DIR --seed S --format NAME --case I      # 
 """
 
 import argparse
-import json
 import os
 import shutil
 import signal
@@ -36,7 +35,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of a case, until it counts as hung")
     parser.add_argument("--show", type=int, default=SHOWN, help="cases of a format and an outcome that are printed")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="all outcomes, a line of JSON each")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="outcomes, a line of JSON each; those that it has are not run again"
+    )
     parser.add_argument("--write", action="store_true", help="put the table into RESULTS.md")
     args = parser.parse_args(arguments)
     if (args.case is None) != (args.format is None):
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         fuzzer = Fuzzer(place, scratch, args.jobs, args.seconds)
         fuzzer.prepare(names)
-        found = fuzzer.run([Case(name, number, args.seed) for number in numbers for name in names])
+        found = fuzzer.run([Case(name, number, args.seed) for number in numbers for name in names], args.output)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     bad = [(case, outcome) for case, outcome in found if outcome.kind not in GOOD]
@@ -64,8 +65,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.case is not None and not bad:
         report.show(found, place, 1)
     print(f"\n{report.table(found)}\n")
-    if args.output is not None:
-        args.output.write_text("".join(json.dumps({**vars(c), **vars(o)}) + "\n" for c, o in found))
     if args.write:
         report.publish(found, args.cases, args.seed)
     if not args.fixtures and not bad:

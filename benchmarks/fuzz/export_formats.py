@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.fuzz.formats import Format
+from benchmarks.fuzz.formats import Format, written
 from fuxi_torchrec import Recommender
 from fuxi_torchrec.export.bundle import PROGRAMS, Bundle
 from fuxi_torchrec.export.parts import read_users
 from fuxi_torchrec.export.programs import example
 
+NEW = [{"item_id": "item-2000", "brand": "brand-1", "kinds": "kind-0|kind-1", "price": 0.5, "text": [0.1, 0.2, 0.3]}]
 USERS = [f"user-{n}" for n in range(40)]
 
 
@@ -26,6 +27,7 @@ def serve(place: Path, fixtures: Path) -> Any:
         done = recommender.append(ids, ["item-7"] * len(ids), [now + 100] * len(ids), features=features)
         answers += [done, recommender.recommend(ids, now + 200, k=5)]
         answers.append(recommender.recommend_history(["item-1", "item-2", "unknown"], [now] * 3, now, k=5))
+        answers += [recommender.add_items(NEW), recommender.similar_items("item-2000", 5)]
     vectors = [read_users(path).embedding for path in bundle.parts("users")]
     return [[_plain(answer) for answer in answers], vectors]
 
@@ -43,7 +45,7 @@ def run_programs(place: Path, fixtures: Path) -> Any:
     files = (bundle.file(f"{PROGRAMS}/{name}.pt2") for name in ("append", "query"))
     append, query = (torch.export.load(str(file)).module() for file in files)
     after = append(state.flat(), rows, times)
-    return [[each.numpy() for each in after], query(after, times + 3600).detach().numpy()]
+    return [[each.numpy() for each in after], query(after, times + 3600, rows).detach().numpy()]  # of users' features
 
 
 def open_store(place: Path, fixtures: Path) -> Any:
@@ -55,6 +57,7 @@ def open_store(place: Path, fixtures: Path) -> Any:
             info = recommender.info()
             found.append([info["recent_users"], info["recent_events"], info["forgotten_users"]])
             found.append(_plain(recommender.recommend(USERS, now, k=5, exclude_seen=True)))
+            found.append(_plain(recommender.similar_items("item-1005", 5)))
             if not extra:
                 found.append(_plain(recommender.append(["user-1"], ["item-9"], [now])))
     return found
@@ -78,10 +81,10 @@ FORMATS = [
     _files("items", "items/*.parquet"),
     _files("users", "users/*.parquet"),
     _files("histories", "histories/*.parquet"),
-    _files("features", "features/*.parquet", "other-items.parquet"),
+    _files("features", *(f"{kind}features/*.parquet" for kind in ("", "item-", "user-")), "other-items.parquet"),
     _files("states", "states/*.bin"),
     _files("index", "index.faiss"),
     _files("programs", "programs/*.pt2", read=run_programs),
     Format("store", "store", ("*",), open_store),
-    Format("store-killed", "killed-store", ("*",), open_store),
+    Format("store-killed", "killed-store", ("*",), open_store, span=written),
 ]

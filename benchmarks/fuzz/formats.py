@@ -53,13 +53,13 @@ class Format:
 
     def answers(self, fixtures: Path, place: Path) -> Any:
         """Of the untouched original."""
-        shutil.copytree(fixtures / self.fixture, place)
+        shutil.copytree(fixtures / self.fixture, place, symlinks=True)
         return self.read(place, fixtures)
 
     def run(self, fixtures: Path, place: Path, random: Random, wanted: Any) -> Outcome:
         """Damage a file of a copy at ``place``, read everything, and say how that ended."""
         original, (target, mutation) = fixtures / self.fixture, self.draw(fixtures, random)
-        shutil.copytree(original, place)
+        shutil.copytree(original, place, symlinks=True)
         (place / target).write_bytes(mutation.data)
         damage = f"{target}: {mutation.what}"
         names = [str(path.relative_to(original)) for path in original.rglob("*") if path.is_file()]
@@ -95,6 +95,11 @@ def parquet_pages(data: bytes) -> tuple[int, int]:
 def parquet_footer(data: bytes) -> tuple[int, int]:
     """Where its metadata is, to the end."""
     return _footer(data), len(data)
+
+
+def written(data: bytes) -> tuple[int, int]:
+    """Without zeros at the end, of which a write-ahead log may have many."""
+    return 0, len(data.rstrip(b"\0"))
 
 
 def _footer(data: bytes) -> int:

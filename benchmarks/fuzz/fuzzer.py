@@ -1,6 +1,7 @@
 """Fixtures, the answers of the untouched originals, and cases on them."""
 
 import dataclasses
+import json
 import logging
 import time
 import warnings
@@ -53,12 +54,19 @@ class Fuzzer:
                 raise RuntimeError(f"{thing}: {answer.trace if isinstance(answer, Broken) else answer.message}")
         return found
 
-    def run(self, cases: Sequence[Case]) -> list[tuple[Case, Outcome]]:
-        """All outcomes, by format. One that ended badly is run again in a new process, which decides."""
+    def run(self, cases: Sequence[Case], output: Path | None = None) -> list[tuple[Case, Outcome]]:
+        """All outcomes, by format. One that ended badly is run again in a new process, which decides.
+
+        Args:
+            output: outcomes as they come; those of an earlier run, which was stopped, count.
+        """
         began = shown = time.monotonic()
-        found = dict[Case, Outcome]()
-        for case, outcome in self._outcomes(cases, self.jobs):
+        found = _read(output) if output is not None and output.exists() else {}
+        for case, outcome in self._outcomes([case for case in cases if case not in found], self.jobs):
             found[case] = outcome
+            if output is not None:
+                with output.open("a") as file:
+                    file.write(json.dumps({**vars(case), **vars(outcome)}) + "\n")
             if time.monotonic() - shown > _PROGRESS:
                 shown = time.monotonic()
                 bad = sum(each.kind not in GOOD for each in found.values())
@@ -84,3 +92,12 @@ class Fuzzer:
 
     def _one(self, case: Case, place: Path) -> Outcome:
         return FORMATS[case.format].run(self.place, place, case.random(), self.wanted[case.format])
+
+
+def _read(output: Path) -> dict[Case, Outcome]:
+    found = {}
+    for line in output.read_text().splitlines():
+        plain = json.loads(line)
+        case = Case(plain["format"], plain["number"], plain["seed"])
+        found[case] = Outcome(plain["kind"], plain["damage"], plain["message"])
+    return found

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.fuzz import mutations
+from benchmarks.fuzz.fixtures import item_features
 from benchmarks.fuzz.mutations import Mutation
 from benchmarks.fuzz.outcomes import CORRECT, REFUSED, SILENT, UNCLEAR, Outcome, difference
 from fuxi_torchrec import Recommender
@@ -31,6 +32,14 @@ def requests(as_of: int) -> dict[str, dict[str, Any]]:
         "/append": {"events": [{"user_id": "user-2", **event, "timestamp": as_of + 5} for event in past]},
         "/forget": {"user_ids": ["user-5", "nobody"]},
     }
+
+
+def item_requests(now: int) -> dict[str, dict[str, Any]]:
+    """The same of the paths that are about items, and of those that are about what is similar."""
+    columns = item_features(range(1000, 1003))
+    items = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    similar = {"/similar-items": {"item_id": "item-7", "k": 5}}
+    return {"/items": {"items": items}, **similar, "/similar-users": {"user_id": "user-1", "time": now, "k": 5}}
 
 
 class _Service:
@@ -76,16 +85,20 @@ class _Service:
         head, _, body = bytes(answer).partition(b"\r\n\r\n")
         return int(head.split()[1]), body
 
-    def probe(self) -> Any:
-        """What it answers to a plain request that depends on no earlier one."""
+    def probe(self, items: bool) -> Any:
+        """What it answers to a plain request that depends on no earlier one; items may have been added."""
+        if items:
+            answer = self.ask(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            said = json.loads(answer[1]) if answer else {}
+            return [answer and answer[0], {name: value for name, value in said.items() if name != "items"}]
         path = "/recommend-history"
         answer = self.ask(_request(path, json.dumps(self.bodies[path]).encode()))
         return [answer and answer[0], json.loads(answer[1]) if answer else None]
 
 
 @cache
-def _service(fixtures: Path, beside: Path) -> _Service:
-    return _Service(fixtures / "export", beside / "service-store")
+def _service(fixtures: Path, beside: Path, items: bool) -> _Service:
+    return _Service(fixtures / "export", beside / f"service-store-{items}")
 
 
 def _request(path: str, body: bytes) -> bytes:
@@ -106,15 +119,17 @@ class HttpFormat:
 
     name: str
     head: bool
+    items: bool = False
 
     def answers(self, fixtures: Path, place: Path) -> Any:
         """Of a service that got nothing damaged."""
-        return _service(fixtures, place.parent).probe()
+        return _service(fixtures, place.parent, self.items).probe(self.items)
 
     def draw(self, fixtures: Path, random: Random) -> tuple[str, Mutation]:
         """What is sent, and to which path."""
         manifest = json.loads((fixtures / "export" / "manifest.json").read_text())
-        path, body = random.choice(sorted(requests(manifest["as_of"]).items()))
+        bodies = item_requests(manifest["as_of"] + SINCE) if self.items else requests(manifest["as_of"])
+        path, body = random.choice(sorted(bodies.items()))
         plain = json.dumps(body).encode()
         if self.head:
             whole = _request(path, plain)
@@ -126,12 +141,12 @@ class HttpFormat:
 
     def run(self, fixtures: Path, place: Path, random: Random, wanted: Any) -> Outcome:
         """Send it, look at the answer, and at the service afterwards."""
-        service, (path, mutation) = _service(fixtures, place.parent), self.draw(fixtures, random)
+        service, (path, mutation) = _service(fixtures, place.parent, self.items), self.draw(fixtures, random)
         before = service.recommender.info()["recent_events"]
         damage = f"{path}: {mutation.what}"
         answer = service.ask(mutation.data)
         outcome = _judge(service, path, mutation, answer, damage, before)
-        told = difference(service.probe(), wanted)
+        told = difference(service.probe(self.items), wanted)
         return outcome if told is None else Outcome(SILENT, damage, f"afterwards {told}")
 
 
@@ -182,6 +197,17 @@ def _wrong(service: _Service, path: str, body: Any, answer: Any, before: int) ->
         return difference([accepted, sums], [answer["accepted"], len(body["events"])])
     if path == "/forget":
         return None if answer["forgotten"] <= len(body["user_ids"]) else f"forgot {answer['forgotten']}"
+    if path == "/items":
+        ids = {item["item_id"] for item in body["items"]}
+        return difference(sum(answer[name] for name in ("added", "replaced", "known")), len(ids))
+    if path == "/similar-items":
+        similar = recommender.similar_items(body["item_id"], body.get("k", 10))
+        return difference(answer, json.loads(json.dumps(similar.to_dict())))
+    if path == "/similar-users":
+        if body.get("time") is None:
+            return None  # of the server's clock
+        neighbours = recommender.similar_users(body["user_id"], int(body["time"]), body.get("k", 10))
+        return difference(answer, json.loads(json.dumps(neighbours.to_dict())))
     now, k = answer["as_of"], body.get("k", 10)
     if body.get("time") is not None and body["time"] != now:
         return f"answered for the time {now}"
@@ -206,3 +232,4 @@ def _given(features: dict[str, Any]) -> dict[str, Any]:
 
 
 FORMATS = [HttpFormat("http-bodies", head=False), HttpFormat("http-headers", head=True)]
+FORMATS += [HttpFormat("http-items", head=False, items=True)]

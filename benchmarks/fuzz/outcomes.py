@@ -29,7 +29,7 @@ class Outcome:
 def of_error(error: BaseException, damage: str, place: Path, words: Iterable[str]) -> Outcome:
     """Refused clearly if the error is one of ours and names a path below ``place``, or one of the words."""
     message = f"{type(error).__name__}: {error}"
-    ours = type(error).__module__.startswith("fuxi_torchrec")
+    ours = type(error).__module__.startswith(("fuxi_torchrec", "pipelines"))
     named = f"{place}/" in message or any(re.search(rf"(?<!\w){re.escape(word)}(?!\w)", message) for word in words)
     return Outcome(REFUSED if ours and named else UNCLEAR, damage, message[:2000])
 

@@ -7,9 +7,10 @@ from numpy.typing import NDArray
 
 from fuxi_torchrec.data.dataset import Dataset, OwnedFeatures
 from fuxi_torchrec.data.writer import DatasetWriter
+from fuxi_torchrec.events.columns import ColumnSpec
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.feature_files import ColumnSpec, RawFeatures, read_features
+from fuxi_torchrec.events.feature_files import RawFeatures, read_features
 from fuxi_torchrec.events.feature_learning import Learned, encode, learn
 from fuxi_torchrec.events.feature_table import FeatureTable
 from fuxi_torchrec.events.features import Owner

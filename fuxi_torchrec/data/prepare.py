@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from fuxi_torchrec.data.bucket_sort import BUCKET_EVENTS, ROW_NUMBER, USER_NUMBER, BucketSort
 from fuxi_torchrec.data.dataset import ITEM, ITEMS, TARGET, TIME, USER, Dataset, DatasetInfo
+from fuxi_torchrec.data.event_features import learn_events, numbers_of
 from fuxi_torchrec.data.owned_features import write_features
 from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.data.writer import ROW_GROUP_EVENTS, DatasetWriter
@@ -35,7 +36,18 @@ _SPARSE_ROWS, _SPARSE_RATIO = 1_000_000, 100  # integers of a feature column bey
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare, whatever the source."""
+    """How to prepare, whatever the source.
+
+    Example:
+        >>> import fuxi_torchrec, pathlib, tempfile
+        >>> keep = tempfile.TemporaryDirectory()
+        >>> log = pathlib.Path(keep.name, "log.csv")
+        >>> _ = log.write_text("user_id,item_id,timestamp\\n7,tea,1700000000\\n7,,1700000060\\n")
+        >>> options = fuxi_torchrec.PrepareOptions(on_bad_rows="skip")
+        >>> found = fuxi_torchrec.prepare(log, pathlib.Path(keep.name, "data"), options)
+        >>> found.events, sum(found.skipped_rows.values())
+        (1, 1)
+    """
 
     memory_limit: str = option("4GB", "of DuckDB and of sorting, half each; what does not fit spills to disk")
     threads: int = option(2, "of DuckDB")
@@ -117,6 +129,8 @@ class _Preparation:
         often = f"SELECT item_id, count FROM item_counts WHERE count >= {self.log.min_item_events}"
         items = self._vocabulary(ITEMS, "items", "item_id", often)
         vocabularies = self._feature_vocabularies()
+        self.learned = learn_events(self.database, self.log, log.widths(), self._training, self.extended)
+        self.writer.describe_event_features(tuple(self.learned.values()))
         buckets = self._fill_buckets(vocabularies, total)
         self._owned_features()
         ids, done = self.database.table("SELECT user_id FROM users ORDER BY number")["user_id"], 0
@@ -204,6 +218,8 @@ class _Preparation:
         coded = []
         previous = {} if self.extended is None else {s.name: s for s in self.extended.info.features}
         for name in self.log.features:
+            if name in self.log.kinds:
+                continue
             column, before = quote(FEATURE + name), previous.get(name)
             value = f"unnest({column})" if self.log.is_list(name) else column
             if before is not None:
@@ -221,10 +237,15 @@ class _Preparation:
             coded.append(name)
         return coded
 
+    @property
+    def _training(self) -> str:
+        """SQL condition of the events that statistics are of."""
+        until = self.options.train_until
+        return "" if until is None else f" WHERE timestamp < {parse_time(until, self.log.time_unit)}"
+
     def _owned_features(self) -> None:
         """Features of items and of users, learned from those with an event in the training data."""
-        until = self.options.train_until
-        before = "" if until is None else f" WHERE timestamp < {parse_time(until, self.log.time_unit)}"
+        before = self._training
         sources: dict[Owner, FeatureSource | None]
         sources = {"item": self.source.item_features, "user": self.source.user_features}
         for owner, source in sources.items():
@@ -292,6 +313,9 @@ class _Preparation:
             for name, values in lists.items():
                 column = batch.schema.get_field_index(name)
                 batch = batch.set_column(column, name, _indices(batch[name], values))
+            for name, feature in self.learned.items():
+                column = batch.schema.get_field_index(name)
+                batch = batch.set_column(column, name, numbers_of(batch[name], feature))
             buckets.add(batch)
             done += batch.num_rows
             self.progress("reading", done, total)
@@ -310,7 +334,8 @@ class _Preparation:
         """How many events are sorted at once: few enough that a bucket is a small part of the memory."""
         lists = [quote(FEATURE + name) for name in self.log.features if self.log.is_list(name)]
         values = [self.database.value(f"SELECT coalesce(sum(len({column})), 0) FROM events") for column in lists]
-        each = 8 * (4 + len(self.log.features) + sum(map(int, values)) / total)
+        wide = sum(feature.width for feature in self.learned.values())
+        each = 8 * (4 + len(self.log.features) + wide + sum(map(int, values)) / total)
         return max(1, min(BUCKET_EVENTS, int(self.database.budget / 16 / each)))
 
 

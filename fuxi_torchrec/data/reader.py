@@ -1,7 +1,7 @@
 """Parquet list rows to flat arrays, one row group at a time, through Arrow's offsets: nothing is done per event."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ class RowGroup(Histories):
 
     @property
     def nbytes(self) -> int:
-        arrays = [self.offsets, self.items, self.times]
+        arrays: list[NDArray[Any]] = [self.offsets, self.items, self.times]
         for column in self.features.values():
             arrays += [column.values, column.bounds] if isinstance(column, Ragged) else [column]
         return sum(array.nbytes for array in arrays) + (0 if self.weights is None else self.weights.nbytes)
@@ -65,6 +65,7 @@ class Reader:
             most = machine.memory_bytes() // 2**20
             raise DataError(f"data.cache_mib = {cache_bytes // 2**20}: this machine has {most} MiB of memory in all")
         self.dataset, self.features = dataset, tuple(features)
+        self._numbers = {feature.name for feature in dataset.info.features if not feature.in_table}
         self._names = [ITEM, TIME, *([TARGET] if dataset.info.has_target else []), *features]
         self.on_bad_rows, self.cache_bytes = on_bad_rows, cache_bytes
         self.bad_rows: dict[int, int] = {}  # by block
@@ -158,7 +159,7 @@ class Reader:
             wanted = [USER, *self._names]
             parquet.check_columns(path, file, wanted)
             for field in map(file.schema_arrow.field, wanted):
-                if not _fits(field.name, field.type):
+                if not _fits(field.name, field.type, self._numbers):
                     raise DataError(f"{path}: column {field.name} is {field.type}: prepare the dataset again")
             self._files[number] = file
         return self._files[number]
@@ -191,7 +192,11 @@ class Reader:
         if TARGET in columns:
             reasons["a target weight is negative or not finite"] = _outside(columns[TARGET], 0, _LARGEST)
         for feature in self.dataset.info.features:
-            if feature.name in columns:
+            if feature.name in columns and not feature.in_table:
+                reasons[f"{feature.name} is infinite, or has not {feature.width} elements"] = _unfit(
+                    columns[feature.name], feature.width
+                )
+            elif feature.name in columns:
                 bound = feature.rows - 1
                 reasons[f"{feature.name} is not in 0 .. {bound}"] = _outside(columns[feature.name], 0, bound)
         bad = np.any(list(reasons.values()), axis=0)
@@ -211,13 +216,13 @@ class Reader:
         return {name: _emptied(column, bad) for name, column in columns.items()}
 
 
-def _fits(name: str, kind: pa.DataType) -> bool:
+def _fits(name: str, kind: pa.DataType, numbers: Collection[str]) -> bool:
     """Whether a column is of the kind that it must be: numbers are never rounded to fit."""
     if name == USER:
         return bool(pa.types.is_integer(kind) or pa.types.is_string(kind))
     while pa.types.is_list(kind):
         kind = kind.value_type
-    return bool(pa.types.is_floating(kind) if name == TARGET else pa.types.is_integer(kind))
+    return bool(pa.types.is_floating(kind) if name == TARGET or name in numbers else pa.types.is_integer(kind))
 
 
 def _lengths(column: pa.Array) -> Ints:
@@ -258,6 +263,14 @@ def _outside(column: pa.Array, least: int, most: float) -> NDArray[np.bool_]:
         return _holding(column, _outside(values, least, most))
     plain = _plain(values, least)
     return _holding(column, ~((plain >= least) & (plain <= most)))
+
+
+def _unfit(column: pa.Array, width: int) -> NDArray[np.bool_]:
+    """Rows with a number that is infinite, or a vector of another width; nan is missing."""
+    values = column.flatten()
+    if pa.types.is_list(values.type):
+        return _holding(column, (_lengths(values) != width) | _unfit(values, 1))
+    return _holding(column, np.isinf(_plain(values, 0))) if width == 1 else np.ones(len(column), bool)
 
 
 def _unsorted(column: pa.Array) -> NDArray[np.bool_]:

@@ -6,6 +6,7 @@ everywhere.
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ class DatasetWriter:
         self._cardinality: dict[str, int] = {}
         self._schema: pa.Schema | None = None
         self._owned: dict[str, OwnedFeatures] = {}
+        self._learned: dict[str, Feature] = {}
         # each keeps the order in which it is given work
         self._writing, self._noting = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._working: deque[Future[None]] = deque()
@@ -150,7 +152,7 @@ class DatasetWriter:
                 self._digest.update("\0".join(values.to_pylist()).encode())
             else:
                 self._digest.update(np.ascontiguousarray(values.to_numpy(zero_copy_only=False)).view(np.uint8).data)
-            if name not in (USER, ITEM, TIME, TARGET) and len(values):
+            if name not in (USER, ITEM, TIME, TARGET, *self._learned) and len(values):
                 self._cardinality[name] = max(self._cardinality.get(name, 0), pc.max(values).as_py() + 1)
 
     def _close_file(self) -> None:
@@ -166,6 +168,12 @@ class DatasetWriter:
             writer.write(table)
         self._tables[name] = writer.crc32
 
+    def describe_event_features(self, features: Sequence[Feature]) -> None:
+        """What was learned of features of events that are not ids, before anything is written."""
+        self._learned = {feature.name: feature for feature in features}
+        if features:
+            self._digest.update(f"event {tuple(features)}".encode())
+
     def describe_features(self, owner: Owner, about: OwnedFeatures) -> None:
         """What ``dataset.json`` says of the features of items or users, whose tables are written, and no users yet."""
         self._owned[f"{owner}_features"] = about
@@ -180,7 +188,9 @@ class DatasetWriter:
             raise DataError(f"nothing to write to {self.output}: no events are left after filtering")
         features = []
         for name in self._schema.names:
-            if name not in (USER, ITEM, TIME, TARGET):
+            if name in self._learned:
+                features.append(self._learned[name])
+            elif name not in (USER, ITEM, TIME, TARGET):
                 multiple = pa.types.is_list(self._schema.field(name).type.value_type)
                 features.append(Feature(name, multiple, self._cardinality.get(name, 0), name in vocabularies))
         lengths = np.concatenate(self._lengths)

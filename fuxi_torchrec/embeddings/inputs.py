@@ -16,6 +16,7 @@ from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.embeddings.bags import bags, padded
 from fuxi_torchrec.embeddings.owned import FeatureLookup
 from fuxi_torchrec.embeddings.tables import ITEM_FEATURE, Tables
+from fuxi_torchrec.events.feature_table import projection_inputs
 from fuxi_torchrec.tasks.base import Targets
 
 Ints = NDArray[np.int64]
@@ -39,6 +40,7 @@ class ModelInput(Pipelineable):
     timestamps: Tensor  # (T,)
     request_timestamps: Tensor  # (B,)
     offsets: Tensor  # (B + 1,) stays on the host
+    event_numbers: Tensor | None = None  # (T, inputs) of the events' projection
     # features of the U items, a bag each, and inputs of their projection; of the B users likewise
     item_features: KeyedJaggedTensor | None = None
     item_numbers: Tensor | None = None
@@ -111,6 +113,7 @@ def make_input(
         timestamps=batch.timestamps,
         request_timestamps=batch.request_timestamps,
         offsets=batch.offsets,
+        event_numbers=torch.from_numpy(projection_inputs(tables.numbers, batch.features)) if tables.numbers else None,
         item_features=items,
         item_numbers=item_numbers,
         user_features=users,

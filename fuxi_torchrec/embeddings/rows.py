@@ -1,6 +1,6 @@
 """Rows of items by id, from wherever they are: their own, and those of their features."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -48,13 +48,48 @@ def rows_at_once(ranks: int) -> int:
 
 
 @dataclass(frozen=True)
+class FeatureCollection:
+    """A model's features of items, or of users: the sharded tables, and the projection."""
+
+    tables: nn.Module | None
+    pooling: Mapping[str, str]
+    projection: nn.Module | None
+
+    def part(self, ids: Tensor, count: int, device: torch.device, about: FeatureLookup) -> Tensor:
+        """(n, D) of ids, with one lookup of ``count`` bags: a collective."""
+        values, numbers = about.inputs(ids.numpy())
+        looked_up = None if values is None else padded(values, count).to(device)
+        rows = None if self.tables is None else self.tables(looked_up).to_dict()
+        numbers = None if numbers is None else numbers.to(device)
+        found = pooled(rows, looked_up, self.pooling, numbers, self.projection)
+        assert found is not None
+        return found[: len(ids)]
+
+    @torch.no_grad()
+    def rows(self, ids: Tensor, dim: int, device: torch.device, about: FeatureLookup) -> Tensor:
+        """(n, D) of many: a collective; every rank gives its own (n,) ids, on the host."""
+        rows = torch.empty(len(ids), dim, device=device)
+        for begin, count in _lookups(len(ids)):
+            part = ids[begin : begin + count]
+            rows[begin : begin + len(part)] = self.part(part, count, device, about)
+        return rows
+
+
+def _lookups(rows: int) -> Iterator[tuple[int, int]]:
+    """Begin and size of the lookups of this rank's rows, as many as of the rank with the most: a collective."""
+    most = torch.tensor(rows)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    size = rows_at_once(dist.get_world_size())
+    for begin in range(0, int(most), size):
+        yield begin, min(size, int(most) - begin)
+
+
+@dataclass(frozen=True)
 class ItemLookup:
     """A model's collections of items and their features, sharded."""
 
     items: nn.Module
-    features: nn.Module | None = None
-    pooling: Mapping[str, str] | None = None
-    projection: nn.Module | None = None
+    features: FeatureCollection = FeatureCollection(None, {}, None)
 
     @torch.no_grad()
     def rows(self, ids: Tensor, dim: int, device: torch.device, about: FeatureLookup | None = None) -> Tensor:
@@ -63,24 +98,12 @@ class ItemLookup:
         Args:
             about: the items' features, if the model reads any.
         """
-        most = torch.tensor(len(ids))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
         rows = torch.empty(len(ids), dim, device=device)
-        size = rows_at_once(dist.get_world_size())
-        for begin in range(0, int(most), size):
-            part, count = ids[begin : begin + size], min(size, int(most) - begin)
+        for begin, count in _lookups(len(ids)):
+            part = ids[begin : begin + count]
             own = part.numpy() if about is None else about.rows_of(part.numpy(), None)
             found = self.items(padded(bags([ITEM_FEATURE], [own]), count).to(device)).values()[: len(part)]
             if about is not None:
-                found = found + self._features(part, count, device, about)
+                found = found + self.features.part(part, count, device, about)
             rows[begin : begin + len(part)] = found
         return rows
-
-    def _features(self, ids: Tensor, count: int, device: torch.device, about: FeatureLookup) -> Tensor:
-        values, numbers = about.inputs(ids.numpy())
-        looked_up = None if values is None else padded(values, count).to(device)
-        rows = None if self.features is None else self.features(looked_up).to_dict()
-        numbers = None if numbers is None else numbers.to(device)
-        found = pooled(rows, looked_up, self.pooling or {}, numbers, self.projection)
-        assert found is not None
-        return found[: len(ids)]

@@ -63,6 +63,7 @@ class Tables:
     features: tuple[Table, ...]  # of events
     of_items: tuple[Table, ...] = ()  # of features of items
     of_users: tuple[Table, ...] = ()  # of features of users
+    numbers: tuple[Feature, ...] = ()  # features of events that are projected: numbers and vectors
     item_inputs: int = 0  # of the projection of items' numbers and vectors
     user_inputs: int = 0  # of that of users
 
@@ -74,10 +75,6 @@ class Tables:
     def has_item_features(self) -> bool:
         return bool(self.of_items) or self.item_inputs > 0
 
-    @property
-    def has_user_features(self) -> bool:
-        return bool(self.of_users) or self.user_inputs > 0
-
     def resolved(self, change: Callable[[Table], Table]) -> "Tables":
         """With every table changed."""
         changed = {name: tuple(map(change, getattr(self, name))) for name in ("features", "of_items", "of_users")}
@@ -85,7 +82,18 @@ class Tables:
 
     @property
     def feature_names(self) -> list[str]:
+        """Of features of events that are rows of tables."""
         return [table.feature for table in self.features]
+
+    @property
+    def event_names(self) -> list[str]:
+        """Of all features of events that are read."""
+        return [*self.feature_names, *(feature.name for feature in self.numbers)]
+
+    @property
+    def event_inputs(self) -> int:
+        """Of the projection of events' numbers and vectors."""
+        return sum(feature.inputs for feature in self.numbers)
 
     @property
     def needs_equal_bags(self) -> bool:
@@ -97,7 +105,7 @@ class Tables:
 def tables_for(config: Config, info: DatasetInfo) -> Tables:
     """The tables that a dataset needs."""
     chosen = {owner: chosen_features(config, info, owner) for owner in OWNERS}
-    tables = make_tables(config, info.items, {feature.name: feature.rows for feature in chosen["event"]})
+    tables = make_tables(config, info.items, {f.name: f.rows for f in chosen["event"] if f.in_table})
     dim, more = config.model.dim, dict[str, tuple[Table, ...]]()
     for owner in ("item", "user"):
         wanted = config.features.of(owner)
@@ -107,7 +115,9 @@ def tables_for(config: Config, info: DatasetInfo) -> Tables:
             if f.in_table
         )
     inputs = {owner: sum(feature.inputs for feature in chosen[owner]) for owner in OWNERS}
-    return replace(tables, item_inputs=inputs["item"], user_inputs=inputs["user"], **more)  # type: ignore[arg-type]
+    numbers = tuple(feature for feature in chosen["event"] if not feature.in_table)
+    tables = replace(tables, numbers=numbers, item_inputs=inputs["item"], user_inputs=inputs["user"])
+    return replace(tables, **more)  # type: ignore[arg-type]
 
 
 def chosen_features(config: Config, info: DatasetInfo, owner: Owner) -> tuple[Feature, ...]:
@@ -125,11 +135,11 @@ def chosen_features(config: Config, info: DatasetInfo, owner: Owner) -> tuple[Fe
 
 
 def make_tables(config: Config, items: int, feature_rows: dict[str, int]) -> Tables:
-    """Tables of so many items, and of each feature of events of the configuration."""
-    dim = config.model.dim
+    """Tables of so many items, and of features of events with so many rows."""
+    dim, wanted = config.model.dim, config.features.event
     features = tuple(
-        Table(f"feature_{name}", name, max(1, feature_rows[name]), dim, feature.sharding, feature.pooling)
-        for name, feature in config.features.event.items()
+        Table(f"feature_{name}", name, max(1, rows), dim, wanted[name].sharding, wanted[name].pooling)
+        for name, rows in feature_rows.items()
     )
     return Tables(Table(ITEM_TABLE, ITEM_FEATURE, items + 1, dim, config.tables.sharding), features)
 

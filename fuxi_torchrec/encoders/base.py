@@ -121,7 +121,7 @@ class SequenceEncoder(nn.Module):
     """
 
     config_class: ClassVar[type[EncoderConfig]]
-    state_kind: ClassVar[Literal["constant", "growing"]] = "growing"
+    state_kind: Literal["constant", "growing"] = "growing"
     config: EncoderConfig
 
     def __init__(self, config: EncoderConfig) -> None:

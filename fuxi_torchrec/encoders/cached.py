@@ -3,13 +3,14 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders import checks
 from fuxi_torchrec.encoders.cache import CachedState, History
+from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.stack import Batch, StackEncoder
 from fuxi_torchrec.ops.cached import query_blocks
 from fuxi_torchrec.ops.chunks import Chunks
@@ -49,6 +50,14 @@ class CachedBlock(nn.Module):
     def forward(
         self, x_TD: Tensor, batch: Batch, earlier: "Earlier | None" = None
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        raise NotImplementedError
+
+
+class PendingBlock(CachedBlock):
+    """A block of a :class:`PendingEncoder`."""
+
+    def kept(self, x_TD: Tensor) -> Kept:
+        """What later events need of these, alone: the last block's rows are not needed when events are committed."""
         raise NotImplementedError
 
 
@@ -130,10 +139,12 @@ class CachedEncoder(StackEncoder):
     def _answer(self, state: CachedState, request_B: Tensor) -> Tensor:
         return state.pending.clone()
 
-    def _through(self, rows: Tensor, batch: Batch, histories: tuple[History, ...]) -> tuple[Tensor, list[Tensor]]:
-        """All blocks: the rows, and what is to be kept of them."""
+    def _through(
+        self, rows: Tensor, batch: Batch, histories: tuple[History, ...], blocks: int | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """All blocks, or the first few: the rows, and what is to be kept of them."""
         new: list[Tensor] = []
-        for block in self.layers:
+        for block in self.layers[:blocks]:
             earlier = Earlier(batch.offsets, histories, 1 + len(new), len(block.cache_shapes()))
             rows, kept = block(rows, batch, earlier)
             new += kept
@@ -144,8 +155,14 @@ class PendingEncoder(CachedEncoder):
     """An encoder of cached blocks whose outputs depend on the time of the next event.
 
     So does what deeper blocks keep: the last event waits as it came, is run through all blocks at every query, and
-    committed when its successor arrives.
+    committed when its successor arrives. Its blocks have weights of the distance and of the time between events.
     """
+
+    def reset_positions(self) -> None:
+        nn.init.xavier_normal_(self.positions)
+
+    def curves(self, block: Any, per_second: int) -> list[Curve]:
+        return list(block.relative.curves(per_second))
 
     def _commit(
         self, state: CachedState, rows: Tensor, batch: Batch, last_B: Tensor
@@ -164,8 +181,9 @@ class PendingEncoder(CachedEncoder):
         committed = Batch(offsets, times[place_T], batch.time_T[last_B])
         histories = state.histories
         if len(place_T):
-            _, new = self._through(both[place_T], committed, histories)
-            histories = _extended(histories, committed, new)
+            *_, last = self.layers
+            rows_in, new = self._through(both[place_T], committed, histories, len(self.layers) - 1)
+            histories = _extended(histories, committed, [*new, *cast(PendingBlock, last).kept(rows_in)])
         return rows[last_B], histories
 
     def _answer(self, state: CachedState, request_B: Tensor) -> Tensor:

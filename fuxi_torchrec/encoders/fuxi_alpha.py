@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
-from fuxi_torchrec.encoders.cached import CachedBlock, Earlier, Kept, PendingEncoder, tile_chunks
-from fuxi_torchrec.encoders.explain import Curve
+from fuxi_torchrec.encoders.cached import Earlier, Kept, PendingBlock, PendingEncoder, tile_chunks
 from fuxi_torchrec.encoders.hstu import RelativeWeights
 from fuxi_torchrec.encoders.norms import rms_norm
 from fuxi_torchrec.encoders.released import Names, ReleasedLayer, linear_names
@@ -63,7 +62,7 @@ class GatedFFN(nn.Module):
         return F.linear(F.silu(active) * gate, self.output) + z
 
 
-class FuXiAlphaBlock(CachedBlock):
+class FuXiAlphaBlock(PendingBlock):
     """The three maps, then the feed-forward network."""
 
     def __init__(self, config: FuXiAlphaConfig) -> None:
@@ -79,12 +78,11 @@ class FuXiAlphaBlock(CachedBlock):
         return (self.heads, self.keys), (self.heads, self.values)
 
     def forward(self, x_TD: Tensor, batch: Batch, earlier: Earlier | None = None) -> tuple[Tensor, Kept]:
-        u, v, q, k = F.silu(rms_norm(x_TD) @ self.uvqk).split(self.widths, -1)
-        q, k, v_THV = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
+        u, v_THV, q, k = self._project(x_TD)
         distance_P, time_P = self.relative.by_distance, self.relative.time_table
         clocks, chunks = (batch.time_T, batch.next_time_T), tile_chunks(batch)
         by_content = content_attention(q, k, v_THV, chunks)
-        by_position, by_time = relative_maps(v, distance_P, time_P, "buckets", clocks, chunks)
+        by_position, by_time = relative_maps(v_THV.flatten(1), distance_P, time_P, "buckets", clocks, chunks)
         if earlier is not None:
             time = TimeMap("buckets", time_P)
             for rows, queries, time_E, (k_HEK, v_HEV) in earlier.blocks(self.heads):
@@ -100,6 +98,14 @@ class FuXiAlphaBlock(CachedBlock):
         y = head_by_head(self.heads, by_position, by_time, by_content.flatten(1) / self.relative.positions)
         return self.ffn(u * rms_norm(y).to(u.dtype), x_TD), (k, v_THV)
 
+    def kept(self, x_TD: Tensor) -> Kept:
+        _, v_THV, _, k = self._project(x_TD)
+        return k, v_THV
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        u, *parts = F.silu(rms_norm(x_TD) @ self.uvqk).split(self.widths, -1)
+        return u, *(part.unflatten(-1, (self.heads, -1)) for part in parts)
+
 
 def head_by_head(heads: int, *parts: Tensor) -> Tensor:
     """Columns of head 0 of every part, then of head 1, ..."""
@@ -110,6 +116,7 @@ class FuXiAlphaEncoder(PendingEncoder):
     """FuXi-α: attends to every event, time-aware; see the module."""
 
     config_class = FuXiAlphaConfig
+    block_class = FuXiAlphaBlock
     config: FuXiAlphaConfig
     tables = ("position_table", "time_table")
     released_prefix = "_fuxi._attention_layers."
@@ -120,15 +127,6 @@ class FuXiAlphaEncoder(PendingEncoder):
         "relative.time_table": "_rel_attn_bias._ts_w",
         **GatedFFN.released_names,
     }
-
-    def make_block(self) -> nn.Module:
-        return FuXiAlphaBlock(self.config)
-
-    def reset_positions(self) -> None:
-        nn.init.xavier_normal_(self.positions)
-
-    def curves(self, block: Any, per_second: int) -> list[Curve]:
-        return block.relative.curves(per_second)
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
-from fuxi_torchrec.encoders.cached import CachedBlock, Earlier, Kept, PendingEncoder, tile_chunks
+from fuxi_torchrec.encoders.cached import Earlier, Kept, PendingBlock, PendingEncoder, tile_chunks
 from fuxi_torchrec.encoders.explain import Curve
 from fuxi_torchrec.encoders.fuxi_alpha import GatedFFN, head_by_head
 from fuxi_torchrec.encoders.hstu import DistanceWeights
@@ -44,7 +44,7 @@ class FuXiBetaConfig(FeedForwardConfig):
             raise ValueError(f"time_function must be 'exp' or 'pow', not {self.time_function!r}")
 
 
-class FuXiBetaBlock(CachedBlock):
+class FuXiBetaBlock(PendingBlock):
     """The two maps, then the feed-forward network."""
 
     def __init__(self, config: FuXiBetaConfig) -> None:
@@ -63,7 +63,7 @@ class FuXiBetaBlock(CachedBlock):
         return ((self.heads, self.widths[1] // self.heads),)
 
     def forward(self, x_TD: Tensor, batch: Batch, earlier: Earlier | None = None) -> tuple[Tensor, Kept]:
-        u, v = F.silu(rms_norm(x_TD) @ self.uv).split(self.widths, -1)
+        u, v = self._project(x_TD)
         distance_P, time_P = self.relative.by_distance, at_least_float32(torch.cat((self.time_scale, self.time_rate)))
         clocks = batch.time_T, batch.next_time_T
         by_position, by_time = relative_maps(v, distance_P, time_P, self.function, clocks, tile_chunks(batch))
@@ -80,11 +80,19 @@ class FuXiBetaBlock(CachedBlock):
         y = rms_norm(head_by_head(self.heads, by_position, by_time))
         return self.ffn(u * y.to(u.dtype), x_TD), (v.unflatten(-1, (self.heads, -1)),)
 
+    def kept(self, x_TD: Tensor) -> Kept:
+        _, v = self._project(x_TD)
+        return (v.unflatten(-1, (self.heads, -1)),)
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        return F.silu(rms_norm(x_TD) @ self.uv).split(self.widths, -1)
+
 
 class FuXiBetaEncoder(PendingEncoder):
     """FuXi-β: attention-free maps over every event, time-aware; see the module."""
 
     config_class = FuXiBetaConfig
+    block_class = FuXiBetaBlock
     config: FuXiBetaConfig
     tables = ("position_table",)
     released_prefix = "_fuxi._attention_layers."
@@ -94,17 +102,11 @@ class FuXiBetaEncoder(PendingEncoder):
     def released_names(self) -> Names:  # type: ignore[override]
         return _names(self.config.time_function)
 
-    def make_block(self) -> nn.Module:
-        return FuXiBetaBlock(self.config)
-
-    def reset_positions(self) -> None:
-        nn.init.xavier_normal_(self.positions)
-
     def curves(self, block: Any, per_second: int) -> list[Curve]:
         gap = torch.cat((torch.zeros(1), torch.logspace(-3, 8, 45) * per_second)).long().unique()
         weights = TimeMap(block.function, torch.cat((block.time_scale, block.time_rate))).weights(gap)
         over_time = Curve("weight of an event after a time", (gap / per_second).tolist(), weights.tolist(), "time")
-        return [over_time, *block.relative.curves(per_second)]
+        return [over_time, *super().curves(block, per_second)]
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fuxi_torchrec.encoders.base import check_positive, setting
-from fuxi_torchrec.encoders.cached import CachedBlock, Earlier, Kept, PendingEncoder, tile_chunks
+from fuxi_torchrec.encoders.cached import Earlier, Kept, PendingBlock, PendingEncoder, tile_chunks
 from fuxi_torchrec.encoders.explain import Curve, by_distance
 from fuxi_torchrec.encoders.norms import layer_norm
 from fuxi_torchrec.encoders.released import ReleasedLayer, linear_names
@@ -73,7 +73,7 @@ class RelativeWeights(DistanceWeights):
         return [over_time, *super().curves(per_second)]
 
 
-class HSTUBlock(CachedBlock):
+class HSTUBlock(PendingBlock):
     """Attention and its gate; no feed-forward network."""
 
     def __init__(self, config: HSTUConfig) -> None:
@@ -91,8 +91,7 @@ class HSTUBlock(CachedBlock):
         return (self.heads, self.keys), cached.narrow_shape(self.heads, self.values)
 
     def forward(self, x_TD: Tensor, batch: Batch, earlier: Earlier | None = None) -> tuple[Tensor, Kept]:
-        u, v, q, k = F.silu(layer_norm(x_TD) @ self.uvqk).split(self.widths, -1)
-        v, q, k = (part.unflatten(-1, (self.heads, -1)) for part in (v, q, k))
+        u, v, q, k = self._project(x_TD)
         distance_P, time_P = self.relative.by_distance, self.relative.time_table
         clocks = batch.time_T, batch.next_time_T
         y = biased_attention(q, k, v, distance_P, time_P, clocks, tile_chunks(batch))
@@ -107,11 +106,20 @@ class HSTUBlock(CachedBlock):
         gated = u * layer_norm((y / self.relative.positions).flatten(1)).to(u.dtype)
         return self.out(self.dropout(gated)) + x_TD, (k, cached.narrow(v))
 
+    def kept(self, x_TD: Tensor) -> Kept:
+        _, v, _, k = self._project(x_TD)
+        return k, cached.narrow(v)
+
+    def _project(self, x_TD: Tensor) -> tuple[Tensor, ...]:
+        u, *parts = F.silu(layer_norm(x_TD) @ self.uvqk).split(self.widths, -1)
+        return u, *(part.unflatten(-1, (self.heads, -1)) for part in parts)
+
 
 class HSTUEncoder(PendingEncoder):
     """HSTU: attends to every event, time-aware; see the module."""
 
     config_class = HSTUConfig
+    block_class = HSTUBlock
     config: HSTUConfig
     tables = ("position_table", "time_table")
     released_prefix = "_hstu._attention_layers."
@@ -122,15 +130,6 @@ class HSTUEncoder(PendingEncoder):
         "relative.time_table": "_rel_attn_bias._ts_w",
         **linear_names(out="_o"),
     }
-
-    def make_block(self) -> nn.Module:
-        return HSTUBlock(self.config)
-
-    def reset_positions(self) -> None:
-        nn.init.xavier_normal_(self.positions)
-
-    def curves(self, block: Any, per_second: int) -> list[Curve]:
-        return block.relative.curves(per_second)
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

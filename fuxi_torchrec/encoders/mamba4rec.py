@@ -99,6 +99,7 @@ class Mamba4RecEncoder(RecurrentEncoder):
     """Mamba4Rec: constant state, no time; see the module."""
 
     config_class = Mamba4RecConfig
+    block_class = Mamba4RecBlock
     config: Mamba4RecConfig
     scalars = ("A_log", "conv_weight")
     released_prefix = "mamba_layers."
@@ -111,9 +112,6 @@ class Mamba4RecEncoder(RecurrentEncoder):
         **linear_names(step_proj="mamba.dt_proj", norm="LayerNorm"),
         **linear_names(**{"ffn.input": "ffn.w_1", "ffn.output": "ffn.w_2", "ffn.norm": "ffn.LayerNorm"}),
     }
-
-    def make_block(self) -> nn.Module:
-        return Mamba4RecBlock(self.config)
 
     def curves(self, block: Any, per_second: int) -> list[Curve]:
         step = F.softplus(block.step_proj.bias).unsqueeze(1)

@@ -92,6 +92,7 @@ class RecBLREncoder(RecurrentEncoder):
     """RecBLR: constant state, no time; see the module."""
 
     config_class = RecBLRConfig
+    block_class = RecBLRBlock
     config: RecBLRConfig
     scalars = ("conv_weight",)
     released_prefix = "recurrent_layers."
@@ -104,9 +105,6 @@ class RecBLREncoder(RecurrentEncoder):
         **linear_names(gates="behavior_modeling.gates", norm="layer_norm"),
         **linear_names(**{"ffn.input": "ffn.w_1", "ffn.output": "ffn.w_2", "ffn.norm": "ffn.layer_norm"}),
     }
-
-    def make_block(self) -> nn.Module:
-        return RecBLRBlock(self.config)
 
     def curves(self, block: Any, per_second: int) -> list[Curve]:
         return [half_lives("half-life in events, the gate half open", -F.softplus(block.rate) / 2, "channel")]

@@ -106,6 +106,7 @@ class RetNetEncoder(RecurrentEncoder):
     """RetNet: constant state, no time; see the module."""
 
     config_class = RetNetConfig
+    block_class = RetNetBlock
     config: RetNetConfig
     released_prefix = "_retnet.layers."
     released_tells_heads = False
@@ -122,9 +123,6 @@ class RetNetEncoder(RecurrentEncoder):
     def __init__(self, config: RetNetConfig) -> None:
         super().__init__(config)
         self.norm = nn.Parameter(torch.ones(config.dim))
-
-    def make_block(self) -> nn.Module:
-        return RetNetBlock(self.config)
 
     def finish(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD) * self.norm

@@ -76,6 +76,7 @@ class SASRecEncoder(CachedEncoder):
     """SASRec: attends to every event, no time; see the module."""
 
     config_class = SASRecConfig
+    block_class = SASRecBlock
     config: SASRecConfig
     released_prefix = ("attention_layers.", "forward_layers.")
     released_tells_heads = False
@@ -84,9 +85,6 @@ class SASRecEncoder(CachedEncoder):
         "qkv.bias": "in_proj_bias",
         **linear_names(out="out_proj", ffn_in="_conv1d.0", ffn_out="_conv1d.3"),
     }
-
-    def make_block(self) -> nn.Module:
-        return SASRecBlock(self.config)
 
     @classmethod
     def released_settings(cls, layer: ReleasedLayer, dim: int, num_heads: int) -> dict[str, Any]:

@@ -148,6 +148,7 @@ class StackEncoder(SequenceEncoder):
     """Rows ``x_i = Dropout(sqrt(d) e_i + P[i−1])``, then blocks, then perhaps a norm.
 
     Attributes:
+        block_class: of the blocks, made of the configuration.
         scalars: parameters of more than one dimension that are not decayed, by the end of their names.
         tables: parameters that are looked up, beside the positions, by the end of their names.
         released_prefix: of the names of a layer's released parameters.
@@ -157,6 +158,7 @@ class StackEncoder(SequenceEncoder):
     """
 
     config: StackConfig
+    block_class: ClassVar[type[nn.Module]]
     scalars: ClassVar[tuple[str, ...]] = ()
     tables: ClassVar[tuple[str, ...]] = ()
     released_prefix: ClassVar[str | tuple[str, ...]]
@@ -167,13 +169,9 @@ class StackEncoder(SequenceEncoder):
     def __init__(self, config: StackConfig) -> None:
         super().__init__(config)
         self.positions = nn.Parameter(torch.empty(config.max_positions, config.dim))
-        self.blocks = nn.ModuleList([self.make_block() for _ in range(config.num_layers)])
+        self.blocks = nn.ModuleList([self.block_class(config) for _ in range(config.num_layers)])
         self.dropout = nn.Dropout(config.dropout)
         self.reset_positions()
-
-    def make_block(self) -> nn.Module:
-        """A new block of the configuration."""
-        raise NotImplementedError
 
     def reset_positions(self) -> None:
         """A normal distribution of variance 1/d, cut at two deviations."""

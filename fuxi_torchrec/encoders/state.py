@@ -85,6 +85,13 @@ class EncoderState:
             one's time; float64 where a channel needs it.
         known: the counts again, on the host, where it has them; a state on another device is then appended to
             without asking it.
+
+    Example:
+        >>> from fuxi_torchrec import EncoderState, FuXiLinearConfig, FuXiLinearEncoder
+        >>> encoder = FuXiLinearEncoder(FuXiLinearConfig(dim=16, num_layers=1, num_heads=1))
+        >>> records = encoder.init_state(3).to_bytes()  # a row of bytes for each user, of one size
+        >>> EncoderState.from_bytes(records, like=encoder.init_state(0)).count
+        tensor([0, 0, 0])
     """
 
     fingerprint: int

@@ -126,6 +126,7 @@ class TiM4RecEncoder(StackEncoder):
     """TiM4Rec: times scale the steps of a scan; no state; see the module."""
 
     config_class = TiM4RecConfig
+    block_class = TiM4RecBlock
     config: TiM4RecConfig
     scalars = ("conv_weight", "time_conv_1.weight", "time_conv_2.weight")
     released_prefix = "ssd_layers."
@@ -148,9 +149,6 @@ class TiM4RecEncoder(StackEncoder):
         super().__init__(config)
         self.time_weight = nn.Parameter(torch.ones(config.max_positions))
         self.time_bias = nn.Parameter(torch.zeros(config.max_positions))
-
-    def make_block(self) -> nn.Module:
-        return TiM4RecBlock(self.config)
 
     def curves(self, block: Any, per_second: int) -> list[Curve]:
         log_decay = -F.softplus(block.step_bias) * block.A_log.exp()

@@ -257,6 +257,7 @@ class TTT4RecEncoder(RecurrentEncoder):
     """TTT4Rec: constant state, no time; see the module."""
 
     config_class = TTT4RecConfig
+    block_class = TTT4RecBlock
     config: TTT4RecConfig
     scalars = ("rate_weight", "inner_scale", "inner_shift", "b1", "b2")
     released_prefix = "_ttt_layers.layers."
@@ -281,9 +282,6 @@ class TTT4RecEncoder(RecurrentEncoder):
     def __init__(self, config: TTT4RecConfig) -> None:
         super().__init__(config)
         self.norm = nn.Parameter(torch.ones(config.dim))
-
-    def make_block(self) -> nn.Module:
-        return TTT4RecBlock(self.config)
 
     def finish(self, x_TD: Tensor) -> Tensor:
         return rms_norm(x_TD) * self.norm

@@ -1,7 +1,8 @@
 """What a model must beat: popular items, the user's latest and most frequent ones, what usually follows the last one.
 
 Each is an order of all known items, so a target has exactly one rank: items with equal scores stand by popularity, and
-items of equal popularity by index; a user's equally frequent items by how lately they came.
+items of equal popularity by index; a user's equally frequent items by how lately they came. *Frequent and recent items*
+are the user's own by how often each came, over how many events ago it last did, the last event being the first.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from fuxi_torchrec.data.batches import BatchMaker, EventBatch
 from fuxi_torchrec.events.histories import Ints
 from fuxi_torchrec.tasks.rank_metrics import UNRANKED
 
-NAMES = ("popularity", "recent items", "frequent items", "transitions")
+NAMES = ("popularity", "recent items", "frequent items", "frequent and recent items", "transitions")
 
 
 _Pairs = tuple[Ints, Ints]  # pairs of neighbouring items, each as one number, in order; and how often they came
@@ -93,15 +94,15 @@ class Baselines:
         known = self.known[distinct]
         distinct, back, times = distinct[known], back[known], times[known]
         recent = distinct[np.argsort(back)]  # latest first
-        frequent = distinct[np.lexsort((back, -times))]
+        frequent, both = distinct[np.lexsort((back, -times))], distinct[np.lexsort((back, -times / (back + 1)))]
         after = recent[:0]
         if len(history):
             after = self._successors[self._first[history[-1]] : self._first[history[-1] + 1]]
         left_out = recent[recent != target] if filter_seen else recent[:0]
         if filter_seen:
-            recent = frequent = recent[:0]  # none of them is a candidate
+            recent = frequent = both = recent[:0]  # none of them is a candidate
             after = after[~np.isin(after, left_out)]
-        rules = (recent[:0], recent, frequent, after)
+        rules = (recent[:0], recent, frequent, both, after)
         return [self._rank(first, target, left_out) for first in rules]
 
     def _rank(self, first: Ints, target: int, left_out: Ints) -> int:

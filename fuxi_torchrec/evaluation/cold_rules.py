@@ -1,7 +1,9 @@
-"""What a model must beat on items that nobody has had before: the user's categories, the most frequent first.
+"""What a model must beat on items that nobody has had before: the most popular categories first.
 
-Such items have no counts of their own. A rule takes the new items alone, those of the category that the user has had
-most often first, or that everybody has; within a category new items are in an order that knows nothing of them.
+Such items have no counts of their own, only their categories do. For every feature of items with one id there are two
+rules: new items by how often the user has had their category, where that is equal by how often everybody has; and by
+how often everybody has, the same list for all users. A rule knows which items are new and takes these alone; within a
+category they are in an order that knows nothing of them.
 """
 
 from collections.abc import Sequence
@@ -48,9 +50,8 @@ class ColdRules:
             known = place < len(self.cold) and self.cold[place] == target
             for name, values in self.categories.items():
                 everybody = self.popular[name]
-                own = np.bincount(values[history], minlength=len(everybody)).astype(np.float64)
-                scored: dict[str, NDArray[np.float64]] = {name: own, f"{name}, of everybody": everybody}
-                for title, scores in scored.items():
+                own = np.bincount(values[history], minlength=len(everybody)) + everybody / (1 + everybody.sum())
+                for title, scores in ((name, own), (f"{name}, of everybody", everybody)):
                     found[title].append(self._rank(scores[values[self.cold]], place) if known else UNRANKED)
         return {name: torch.tensor(ranks, dtype=torch.int64) for name, ranks in found.items()}
 

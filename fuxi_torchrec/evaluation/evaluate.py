@@ -3,10 +3,12 @@
 import dataclasses
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
@@ -15,6 +17,7 @@ from fuxi_torchrec.evaluation.baselines import Baselines, Rules
 from fuxi_torchrec.evaluation.cold_rules import ColdRules
 from fuxi_torchrec.evaluation.held_out import REQUEST_TIMES, HeldOut, HeldOutPart, RequestTime
 from fuxi_torchrec.evaluation.loading import Loaded, RetrievalError
+from fuxi_torchrec.evaluation.user_ranks import UserRanks
 from fuxi_torchrec.tasks.base import Task
 from fuxi_torchrec.training.progress import ProgressLines
 from fuxi_torchrec.training.validation_plan import sample_users
@@ -66,6 +69,7 @@ def evaluate(
     baselines: bool = True,
     targets: Literal["all", "cold"] = "all",
     candidates: Literal["all", "cold"] = "all",
+    ranks_file: Path | None = None,
 ) -> dict[str, Any]:
     """Metrics of all users' targets among all known items: a collective, the same result on every rank.
 
@@ -75,15 +79,14 @@ def evaluate(
         users: a fixed sample of so many of those that have a target; None takes all.
         targets: ``cold``: of each user the first item of the period that has no event in training.
         candidates: ``cold``: such items alone are ranked.
+        ranks_file: rank 0 writes each user's ranks there, as Parquet.
     """
     began = time.monotonic()
-    cold_only = "cold" in (targets, candidates)
-    if cold_only and run.lookups.items is None:
+    if (cold_only := "cold" in (targets, candidates)) and run.lookups.items is None:
         raise RetrievalError("cold items need features: the run's features.item is empty")
     cold = run.maker.items.seen & (run.items.counts == 0)
     if targets == "cold":
-        reader, split, items = run.maker.reader, run.maker.split, run.maker.items
-        run = dataclasses.replace(run, maker=BatchMaker(reader, split, items, cold))
+        run = _with_targets(run, cold)
     chosen = np.flatnonzero(cold) if candidates == "cold" else run.candidates
     lengths, having = run.users_with(part)
     with raise_on_all_ranks("reading the dataset"):
@@ -93,28 +96,29 @@ def evaluate(
                 f"run's split is {run.config.data.split}"
             )
         rows = sample_users(having, users, run.config.seed)
-        rules: list[Rules] = []
-        if baselines and not cold_only:
-            rules.append(Baselines(run.maker, run.items.known, run.items.counts))
-        if baselines and cold_only:
-            assert run.lookups.items is not None
-            rules.append(ColdRules(run.lookups.items.table, cold, run.items.counts))
+        rules = _rules(run, cold if cold_only else None) if baselines else []
     task, marks = run.module.task, torch.from_numpy(cold) if run.lookups.items is not None else None
     model = {each: Bucketed(task, marks) for each in request_times}
     others = {name: Bucketed(task, marks) for each in rules for name in each.names}
+    kept = UserRanks([*model, *others])
 
     def look(whole: EventBatch, targets: Tensor) -> None:
         for each in rules:
             for name, ranks in each.ranks(whole, targets.tolist(), filter_seen).items():
                 others[name].add(ranks, whole.offsets.diff(), targets)
+                kept.add(name, ranks)
 
     held_out = HeldOut(run.users, run.maker, part, chosen, run.config, filter_seen)
     progress = ProgressLines("evaluated", len(rows), "users")
     for batch in held_out.ranked(rows, lengths[rows], request_times, look):
+        kept.add_users(batch.rows, batch.targets, batch.lengths)
         for each in request_times:
             model[each].add(batch.ranks[each][batch.own], batch.lengths, batch.targets)
+            kept.add(each, batch.ranks[each][batch.own])
         progress.show(batch.users)
     found: dict[str, Any] = {each: metrics.result() for each, metrics in model.items()}
+    if ranks_file is not None:
+        kept.write(ranks_file, run.maker.reader, run.vocabulary, cold)
     if rules:
         found["baselines"] = {name: metrics.result() for name, metrics in others.items()}
     about = {
@@ -132,10 +136,24 @@ def evaluate(
         "users": found[request_times[0]]["users"],
         "users_without_target": len(lengths) - len(having),
         "unknown_targets": found[request_times[0]]["unknown_targets"],
-        "processes": run.world.size,
+        "world_size": run.world.size,
         "seconds": round(time.monotonic() - began, 2),
     }
     return {**about, **found}
+
+
+def _with_targets(run: Loaded, only: NDArray[np.bool_]) -> Loaded:
+    """The same with some items alone as targets."""
+    maker = BatchMaker(run.maker.reader, run.maker.split, run.maker.items, only)
+    return dataclasses.replace(run, maker=maker)
+
+
+def _rules(run: Loaded, cold: NDArray[np.bool_] | None) -> list[Rules]:
+    """What the model is compared with: rules for items that nobody has had if these are asked for."""
+    if cold is None:
+        return [Baselines(run.maker, run.items.known, run.items.counts)]
+    assert run.lookups.items is not None
+    return [ColdRules(run.lookups.items.table, cold, run.items.counts)]
 
 
 # --- for people ------------------------------------------------------------------------------------------------------

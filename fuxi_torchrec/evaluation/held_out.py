@@ -33,14 +33,15 @@ class Ranked:
 
     ranks: dict[RequestTime, Tensor]  # of all ranks' users, by request time
     own: slice  # which of them are this rank's
+    rows: Tensor  # of this rank's users in the dataset
     targets: Tensor  # of this rank's users
     lengths: Tensor  # of this rank's users' whole histories; those that are encoded, if no whole histories were read
     users: int  # how many all ranks have ranked so far
 
 
-# users encoded and not yet ranked: vectors by request time, corrections likewise, targets, lengths, and the items of
-# their histories
-_Waiting = list[tuple[list[Tensor], list[Correction | None], Tensor, Tensor, Tensor]]
+# users encoded and not yet ranked: vectors by request time, corrections likewise, rows, targets, lengths, and the items
+# of their histories
+_Waiting = list[tuple[list[Tensor], list[Correction | None], Tensor, Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class HeldOut:
             task, asked = self.encoder.module.task, [times[each] for each in request_times]
             vectors = self.encoder.vectors(batch, asked)
             corrections = [task.correction(batch, *each) for each in zip(vectors, asked, strict=True)]
-            waiting.append((vectors, corrections, targets, whole.offsets.diff(), whole.items))
+            waiting.append((vectors, corrections, batch.users, targets, whole.offsets.diff(), whole.items))
             done += sum(len(batches[number]) for batches in partition.batches)
             if flush:
                 yield self._rank(catalogue, waiting, request_times, done)
@@ -101,7 +102,7 @@ class HeldOut:
         self, catalogue: ShardedCatalogue, waiting: _Waiting, request_times: Sequence[RequestTime], users: int
     ) -> Ranked:
         vectors_of, corrections_of, *rest = zip(*waiting, strict=True)
-        targets, lengths, seen = (torch.cat(each) for each in rest)
+        rows, targets, lengths, seen = (torch.cat(each) for each in rest)
         ranks, own = {}, slice(0)
         parts = (zip(*each, strict=True) for each in (vectors_of, corrections_of))
         for each, vectors, corrections in zip(request_times, *parts, strict=True):
@@ -111,7 +112,7 @@ class HeldOut:
             ranks[each], counts = catalogue.ranks(queries)
             first = int(counts[: self.encoder.world.rank].sum())
             own = slice(first, first + len(targets))
-        return Ranked(ranks, own, targets, lengths, users)
+        return Ranked(ranks, own, rows, targets, lengths, users)
 
     def _whole(self, batch: EventBatch) -> EventBatch:
         """The batch's users with everything before their targets."""

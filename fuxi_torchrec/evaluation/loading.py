@@ -169,6 +169,9 @@ def _tables(config: Config, info: Info, checkpoint: Path, dataset: Dataset, worl
         dataclasses.replace(feature, rows=rows.get(f"feature_{feature.name}", feature.rows))
         for feature in found.features
     )
+    if any(config.features.event.get(f.name) and not f.in_table for f in features):  # standardised as in training
+        own_features = {f.name: f for f in own_dataset(config, info, dataset, "statistics").info.features}
+        features = tuple(f if f.in_table else own_features.get(f.name, f) for f in features)
     about = dataclasses.replace(found, items=info.identity.items, features=features)
     if config.features.item:  # as they are in the run's own dataset
         own = own_dataset(config, info, dataset, ", ".join(config.features.item)).info
@@ -200,7 +203,7 @@ def _lookups(config: Config, info: Info, dataset: Dataset, items: KnownItems) ->
 
 def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary, tables: Tables) -> tuple[Reader, int]:
     """The dataset in the run's indices, and how many of its items the run's vocabulary lacks."""
-    features = tables.feature_names
+    features = tables.event_names
     if dataset.info.fingerprint == info.identity.dataset:
         return Reader(dataset, features, config.data.on_bad_rows), 0
     own = dataset.vocabulary()
@@ -213,7 +216,7 @@ def _reader(config: Config, info: Info, dataset: Dataset, vocabulary: Vocabulary
     what = "%s is not the data the run was trained on: %d of its %d items are unknown to the run"
     logger.warning(what, dataset.path, unknown, len(own))
     sizes = {table.feature: table.rows for table in tables.features}
-    maps = {name: _feature_map(config, info, dataset, name, sizes[name]) for name in features}
+    maps = {name: _feature_map(config, info, dataset, name, sizes[name]) for name in tables.feature_names}
     return RemappedReader(dataset, features, config.data.on_bad_rows, index, maps), unknown
 
 
@@ -236,6 +239,10 @@ def own_dataset(config: Config, info: Info, dataset: Dataset, name: str) -> Data
 def _feature_map(config: Config, info: Info, dataset: Dataset, name: str, rows: int) -> Ints:
     """The run's value of each value of a feature, 0 for what it does not know."""
     (feature,) = (feature for feature in dataset.info.features if feature.name == name)
+    if feature.kind == "bucket":
+        own = own_dataset(config, info, dataset, name).info.features
+        if feature.boundaries != next(f.boundaries for f in own if f.name == name):
+            raise RetrievalError(f"{dataset.path}: {name} has other buckets than the run's: prepare it with --extend")
     if not feature.vocabulary:
         values = np.arange(feature.rows)
         return np.where(values < rows, values, 0)
@@ -258,7 +265,7 @@ class RemappedReader(Reader):
         features = {
             name: Ragged(self._features_index[name][column.values], column.bounds)
             if isinstance(column, Ragged)
-            else self._features_index[name][column]
+            else (self._features_index[name][column] if name in self._features_index else column)
             for name, column in block.features.items()
         }
         return dataclasses.replace(block, items=self._index[block.items], features=features)

@@ -187,17 +187,17 @@ def _gather_queries(queries: Queries, world: World) -> tuple[Queries, Tensor]:
     """All ranks' queries, in the order of the ranks, and how many each rank has."""
     lengths = F.pad(queries.seen_lengths, (0, len(queries.targets) - len(queries.seen_lengths)))
     users, seen = gathered(torch.tensor([len(queries.targets), len(queries.seen)])).unbind(1)
-    vectors = _gather(queries.vectors.float().cpu(), users.tolist()).to(world.device)
-    meta = _gather(torch.stack([queries.targets, lengths], 1), users.tolist())
+    vectors = gather_rows(queries.vectors.float().cpu(), users.tolist()).to(world.device)
+    meta = gather_rows(torch.stack([queries.targets, lengths], 1), users.tolist())
     correction = queries.correction
     if correction is not None:
         parts = (correction.ids, correction.bias.float().cpu(), correction.shift.float().cpu())
-        correction = Correction(*(_gather(part, users.tolist()) for part in parts))
-    seen_items = _gather(queries.seen, seen.tolist())
+        correction = Correction(*(gather_rows(part, users.tolist()) for part in parts))
+    seen_items = gather_rows(queries.seen, seen.tolist())
     return Queries(vectors, meta[:, 0].contiguous(), seen_items, meta[:, 1], correction), users
 
 
-def _gather(mine: Tensor, counts: Sequence[int]) -> Tensor:
+def gather_rows(mine: Tensor, counts: Sequence[int]) -> Tensor:
     """All ranks' rows one after another; they may have different numbers of them."""
     most = max(counts)
     if most == 0:

@@ -6,67 +6,22 @@ training with it would look up.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fuxi_torchrec.events.columns import ColumnSpec
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.features import MOST_BUCKETS, MOST_WIDTH, Kind
+from fuxi_torchrec.events.features import MOST_WIDTH
 from fuxi_torchrec.events.log import INTEGERS, literal, quote
+from fuxi_torchrec.events.pages import rows_and_columns
 from fuxi_torchrec.events.sources import FILE, csv_options, find_logs, read_files
 from fuxi_torchrec.schema import Record
 
-BUCKETS = 16  # by default
 _NUMBERS = ("FLOAT", "DOUBLE", "HUGEINT", "UBIGINT")
-
-
-@dataclass(frozen=True)
-class ColumnSpec(Record):
-    """A column of a file of features.
-
-    Attributes:
-        kind: of the feature; ``display`` is carried to the export and shown, not learned from; None: by the type.
-        split: what stands between several ids in one text.
-        buckets: how many a number is divided into.
-    """
-
-    name: str
-    kind: Kind | Literal["display"] | None = None
-    split: str | None = None
-    buckets: int = BUCKETS
-
-    @staticmethod
-    def parse(text: str) -> "ColumnSpec":
-        """From a command line: ``NAME``, ``NAME:KIND``, ``NAME:id:|`` or ``NAME:bucket:32``.
-
-        Example:
-            >>> ColumnSpec.parse("tags:id:|")
-            ColumnSpec(name='tags', kind='id', split='|', buckets=16)
-            >>> ColumnSpec.parse("price:bucket:8").buckets
-            8
-            >>> ColumnSpec.parse("price:log")
-            Traceback (most recent call last):
-            ...
-            fuxi_torchrec.events.errors.DataError: price:log: a kind is id, bucket, number, vector or display, not 'log'
-        """
-        name, _, rest = text.partition(":")
-        kind, _, more = rest.partition(":")
-        kinds = (*get_args(Kind), "display")
-        if not name or "." in name or "/" in name:
-            raise DataError(f"feature column {name!r}: a name is needed, without a dot or a slash: rename the column")
-        if kind and kind not in kinds:
-            raise DataError(f"{text}: a kind is {', '.join(kinds[:-1])} or {kinds[-1]}, not {kind!r}")
-        buckets = BUCKETS
-        if more and kind == "bucket":
-            if not more.isdecimal() or not 2 <= int(more) <= MOST_BUCKETS:
-                raise DataError(f"{text}: buckets are 2 to {MOST_BUCKETS}, not {more!r}")
-            buckets = int(more)
-        elif more and kind != "id":
-            raise DataError(f"{text}: {more!r} says nothing of a {kind}")
-        return ColumnSpec(name, kind or None, more if kind == "id" and more else None, buckets)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -106,6 +61,9 @@ def read_features(database: Database, path: str, id_column: str, columns: Sequen
     files = find_logs(path)
     database.about = files[0]
     if files[0].endswith(".parquet"):
+        for file in files:
+            _, names = rows_and_columns(file, [])
+            rows_and_columns(file, [id_column, *(spec.name for spec in columns)] if columns else names)
         reader = read_files(files, "read_parquet", ", union_by_name = true")
     else:
         reader = read_files(files, "read_csv", f", {csv_options(files)}")

@@ -8,11 +8,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from fuxi_torchrec.events.columns import ColumnSpec
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.feature_files import ColumnSpec, RawFeatures
-from fuxi_torchrec.events.feature_table import FeatureTable, Floats
+from fuxi_torchrec.events.feature_files import RawFeatures
+from fuxi_torchrec.events.feature_table import FeatureTable
 from fuxi_torchrec.events.features import Feature, Owner
-from fuxi_torchrec.events.histories import Column, Ints, Ragged, bounds_of
+from fuxi_torchrec.events.histories import Floats, Ids, Ints, Ragged, bounds_of
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Encoded:
 
 def encode(raw: RawFeatures, features: Sequence[Feature], values: Mapping[str, pa.Array]) -> Encoded:
     """A row for each row of the file."""
-    columns: dict[str, Column] = {}
+    columns: dict[str, Ids] = {}
     numbers: dict[str, Floats] = {}
     unknown = {}
     specs = {spec.name: spec for spec in raw.file.columns}
@@ -136,7 +137,7 @@ def buckets(feature: Feature, numbers: NDArray[np.float64]) -> Ints:
     return np.where(np.isnan(numbers), 0, found).astype(np.int64)
 
 
-def _indices(column: pa.Array, feature: Feature, values: pa.Array) -> tuple[Column, int]:
+def _indices(column: pa.Array, feature: Feature, values: pa.Array) -> tuple[Ids, int]:
     several = pa.types.is_list(column.type)
     if several and not feature.multiple:
         raise DataError(f"{feature.name}: one value is expected, not a list")

@@ -1,6 +1,6 @@
 """Features of all items, or of all users: a column each, a row per dense index; row 0 is of nobody and has nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,27 @@ from numpy.typing import NDArray
 
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature
-from fuxi_torchrec.events.histories import Column, Ints, Ragged, bounds_of, stack, take
+from fuxi_torchrec.events.histories import Column, Floats, Ids, Ints, Ragged, bounds_of, stack, take
 
-Floats = NDArray[np.float32]
 FILLED = "filled"  # the column that says which rows the file has
+
+
+def projection_inputs(features: Sequence[Feature], numbers: Mapping[str, Column]) -> Floats:
+    """(n, inputs) of numbers and vectors: each standardised, 0 if it is missing, and whether it is.
+
+    Example:
+        >>> price = Feature("price", kind="number", width=1, mean=2.0, deviation=4.0)
+        >>> projection_inputs([price], {"price": np.array([[4.0], [np.nan]], np.float32)}).tolist()
+        [[0.5, 0.0], [0.0, 1.0]]
+    """
+    parts = []
+    for feature in features:
+        values = numbers[feature.name]
+        assert not isinstance(values, Ragged)
+        missing = np.isnan(values).any(1, keepdims=True)
+        scaled = (values.astype(np.float32) - np.float32(feature.mean)) / np.float32(feature.deviation)
+        parts += [np.where(missing, 0, scaled), missing.astype(np.float32)]
+    return np.concatenate(parts, axis=1).astype(np.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +45,7 @@ class FeatureTable:
     """
 
     features: tuple[Feature, ...]
-    values: dict[str, Column]
+    values: dict[str, Ids]
     numbers: dict[str, Floats]
     filled: NDArray[np.bool_]
 
@@ -38,7 +55,7 @@ class FeatureTable:
     @staticmethod
     def empty(features: Sequence[Feature], rows: int) -> "FeatureTable":
         """Rows without features."""
-        values: dict[str, Column] = {}
+        values: dict[str, Ids] = {}
         for feature in features:
             if feature.multiple:
                 values[feature.name] = Ragged(np.zeros(0, np.int64), np.zeros(rows + 1, np.int64))
@@ -82,14 +99,8 @@ class FeatureTable:
         """(n, inputs) of the projection: every number and vector, standardised, and whether it is missing; all 0 in
         rows without features.
         """
-        parts = [np.zeros((len(self), 0), np.float32)]
-        for feature in self.features:
-            if not feature.in_table:
-                values = self.numbers[feature.name]
-                missing = np.isnan(values).any(1, keepdims=True)
-                scaled = (values - np.float32(feature.mean)) / np.float32(feature.deviation)
-                parts += [np.where(missing, 0, scaled), (missing & self.filled[:, None]).astype(np.float32)]
-        return np.concatenate(parts, axis=1).astype(np.float32)
+        found = projection_inputs([feature for feature in self.features if not feature.in_table], self.numbers)
+        return found * self.filled[:, None].astype(np.float32)
 
     def to_arrow(self) -> pa.Table:
         """A row per index, from 1."""
@@ -112,7 +123,7 @@ class FeatureTable:
     def from_arrow(table: pa.Table, features: Sequence[Feature], where: str) -> "FeatureTable":
         """Back from :meth:`to_arrow`; ``where`` is for messages."""
         nobody = FeatureTable.empty(features, 1)
-        values: dict[str, Column] = {}
+        values: dict[str, Ids] = {}
         numbers: dict[str, Floats] = {}
         for feature in features:
             column = table[feature.name].combine_chunks()

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -49,15 +50,19 @@ class Ragged:
         return Ragged(self.values[ranges(self.bounds[at], lengths)], bounds_of(lengths))
 
 
-Column = Ints | Ragged
+Floats = NDArray[np.float32]
+Ids = Ints | Ragged  # one of each event, or several
+Column = Ids | Floats  # or (T, width) numbers, nan where they are missing
+AnyColumn = TypeVar("AnyColumn", Ids, Column)
 
 
-def take(column: Column, at: Ints) -> Column:
+def take(column: AnyColumn, at: Ints) -> AnyColumn:
     """Of some events, in the order wanted."""
-    return column.take(at) if isinstance(column, Ragged) else column[at]
+    found: AnyColumn = column.take(at) if isinstance(column, Ragged) else column[at]
+    return found
 
 
-def stack(columns: Sequence[Column]) -> Column:
+def stack(columns: Sequence[AnyColumn]) -> AnyColumn:
     """Columns of one kind, one after another."""
     if isinstance(columns[0], Ragged):
         ragged = [column for column in columns if isinstance(column, Ragged)]
@@ -67,7 +72,9 @@ def stack(columns: Sequence[Column]) -> Column:
 
 
 def no_values(feature: Feature, events: int) -> Column:
-    """A feature that nobody gave: 0, or no values."""
+    """A feature that nobody gave: 0, or no values; of numbers nan."""
+    if not feature.in_table:
+        return np.full((events, feature.width), np.nan, np.float32)
     if feature.multiple:
         return Ragged(np.zeros(0, np.int64), np.zeros(events + 1, np.int64))
     return np.zeros(events, np.int64)
@@ -153,8 +160,13 @@ class Histories:
         for name, column in self.features.items():
             if isinstance(column, Ragged):
                 columns[name] = pa.ListArray.from_arrays(pa.array(column.bounds, pa.int32()), pa.array(column.values))
+            elif column.ndim == 2 and column.shape[1] > 1:
+                ends, large = np.arange(len(column) + 1) * column.shape[1], column.size >= 2**31
+                vectors = pa.LargeListArray if large else pa.ListArray
+                offsets = pa.array(ends, pa.int64() if large else pa.int32())
+                columns[name] = vectors.from_arrays(offsets, pa.array(column.reshape(-1)))
             else:
-                columns[name] = pa.array(column)
+                columns[name] = pa.array(column.reshape(-1))
         return {name: lists.from_arrays(pa.array(self.offsets, kind), column) for name, column in columns.items()}
 
 
@@ -163,7 +175,20 @@ def _flat(lists: pa.ChunkedArray) -> tuple[Ints, Ints]:
     return values, pc.fill_null(pc.list_value_length(lists), 0).to_numpy().astype(np.int64)
 
 
+def _numbers(lists: pa.ChunkedArray, feature: Feature) -> Floats:
+    """(T, width); of one element they may stand alone."""
+    flat = pc.list_flatten(lists)
+    if not pa.types.is_floating(flat.type):
+        flat = pc.list_flatten(flat)
+    values = flat.to_numpy().astype(np.float32, copy=False)
+    if len(values) % feature.width:
+        raise DataError(f"{feature.name} has vectors of another width than {feature.width}: the file is damaged")
+    return values.reshape(-1, feature.width)
+
+
 def _feature_column(lists: pa.ChunkedArray, feature: Feature) -> Column:
+    if not feature.in_table:
+        return _numbers(lists, feature)
     if not feature.multiple:
         return _flat(lists)[0]
     values, lengths = _flat(pc.list_flatten(lists))

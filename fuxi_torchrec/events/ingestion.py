@@ -13,6 +13,7 @@ from fuxi_torchrec.logging import get_logger
 logger = get_logger(__name__)
 
 FEATURE = "feature_"  # before names of features, one of which may be "n" or "target"
+NUMBERS = ("FLOAT", "DOUBLE", "HUGEINT", "UBIGINT")
 _SAMPLE = 10_000  # rows
 _TIMESTAMP = {"s": "epoch", "ms": "epoch_ms", "us": "epoch_us"}
 
@@ -69,7 +70,8 @@ class Ingestion:
         types = {name: kind_of(found[name]) for name in log.read() if name in found}
         for name, wanted in log.columns.items():
             kind = types.get(name, wanted)
-            if kind == wanted or (kind != "VARCHAR" and wanted != "VARCHAR" and name not in log.features):
+            plain = kind != "VARCHAR" and wanted != "VARCHAR"
+            if kind == wanted or (plain and (name not in log.features or name in log.kinds)):
                 continue
             if kind == "VARCHAR":  # so is a CSV column without values
                 self._check_text(name, wanted)
@@ -122,6 +124,12 @@ class Ingestion:
     def _feature(self, name: str) -> str:
         """Values of a feature: text or null, an integer, 0 if it is missing, or a list without nulls."""
         kind, column = self.spec.columns[name], quote(name)
+        if (wanted := self.spec.kinds.get(name)) is not None:
+            inner, is_list = kind.removesuffix("[]").partition("[")[0], kind.endswith("]")
+            number = inner == "BIGINT" or inner in NUMBERS or inner.startswith("DECIMAL")
+            if not number or is_list != (wanted == "vector"):
+                raise DataError(f"{self._name}: column {name} is {kind}: that is no feature of kind {wanted}")
+            return f"CAST({column} AS {'FLOAT[]' if is_list else 'DOUBLE'})"
         if name in self.spec.split:
             if kind != "VARCHAR":
                 raise DataError(f"{self._name}: feature column {name} is {kind}: only text can be split")
@@ -136,7 +144,8 @@ class Ingestion:
         if kind == "BIGINT[]":
             return f"coalesce(list_filter(CAST({column} AS BIGINT[]), lambda x: x IS NOT NULL), [])"
         raise DataError(
-            f"{self._name}: feature column {name} is {kind}: a feature is text or an integer, or a list of them"
+            f"{self._name}: feature column {name} is {kind}: an id is text or an integer, or a list of them; say "
+            f"{name}:number, {name}:bucket or {name}:vector of numbers"
         )
 
     def check_unit(self) -> None:
@@ -150,12 +159,26 @@ class Ingestion:
                 f"{year_of(middle, unit)}. Say --time-unit {other}, or insist with --accept-times"
             )
 
-    def check_rows(self, more: Mapping[str, str] | None = None) -> dict[str, int]:
+    def widths(self) -> dict[str, int]:
+        """Elements of each vector, by its first event that has one; none of one that nobody has."""
+        found: dict[str, int] = {}
+        for name in (name for name, kind in self.spec.kinds.items() if kind == "vector"):
+            column = quote(FEATURE + name)
+            rows = self.database.rows(f"SELECT len({column}) FROM log WHERE {column} IS NOT NULL ORDER BY n LIMIT 1")
+            if rows:
+                found[name] = int(rows[0][0])
+        return found
+
+    def check_rows(
+        self, more: Mapping[str, str] | None = None, widths: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
         """Count bad rows by reason; name the first ones, or leave them out.
 
         Args:
             more: reasons of the caller's own, with their conditions on columns of ``log``.
+            widths: elements that vectors must have; those of the log's first by default.
         """
+        widths = {**self.widths(), **(widths or {})}
         last = last_time(self.spec.time_unit)
         conditions = {  # these five are told by Parquet's metadata
             "user is null": "user_id IS NULL",
@@ -169,7 +192,16 @@ class Ingestion:
             conditions["target weight is null, negative or not finite"] = bad
         for name in self.spec.features:
             column = quote(FEATURE + name)
-            if not self.spec.is_text(name):
+            if (kind := self.spec.kinds.get(name)) is not None:
+                value = f"list_sum({column})" if kind == "vector" else column  # null is missing
+                odd = (
+                    f" OR len({column}) <> {widths[name]} OR list_count({column}) < len({column})"
+                    if name in widths
+                    else ""
+                )
+                said = f"feature {name} is not finite" + (f", or no {widths[name]} elements" if odd else "")
+                conditions[said] = f"coalesce(NOT isfinite({value}){odd}, false)"
+            elif not self.spec.is_text(name):
                 value = f"list_min({column})" if self.spec.is_list(name) else column
                 conditions[f"feature {name} is negative"] = f"coalesce({value}, 0) < 0"
         conditions |= more or {}

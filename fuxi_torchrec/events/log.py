@@ -11,6 +11,7 @@ from typing import Any, Literal
 import duckdb
 
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.features import Kind
 from fuxi_torchrec.events.times import TimeUnit
 from fuxi_torchrec.schema import Record
 
@@ -78,6 +79,8 @@ class LogSpec(Record):
         target: SQL expression, the event's weight as a target.
         features: columns that are features of events.
         split: of features of text with several values in one: what stands between them.
+        kinds: of features that are not ids: ``bucket``, ``number`` or ``vector``.
+        buckets: of each ``bucket``, how many its numbers are divided into.
         min_user_events: users with fewer are not in the dataset. It says whom a model is trained on: whoever comes
             later is served.
         min_item_events: items with fewer are rare.
@@ -95,16 +98,14 @@ class LogSpec(Record):
     target: str | None = None
     features: tuple[str, ...] = ()
     split: dict[str, str] = field(default_factory=dict)
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    buckets: dict[str, int] = field(default_factory=dict)
     min_user_events: int = 1
     min_item_events: int = 1
     iterate: bool = True
     rare_items: Literal["drop", "unknown"] = "drop"
     on_bad_rows: OnBadRows = "error"
     columns: dict[str, str] = field(default_factory=dict)
-
-    @staticmethod
-    def from_dict(plain: dict[str, Any]) -> "LogSpec":
-        return LogSpec(**{**plain, "features": tuple(plain["features"])})
 
     @property
     def drops_rare_items(self) -> bool:
@@ -121,13 +122,16 @@ class LogSpec(Record):
             if name not in self.features or not delimiter:
                 raise ValueError(f"split {name!r} at {delimiter!r}: not a feature, or nothing to split at")
 
+        if odd := sorted((self.kinds.keys() | self.buckets.keys()) - set(self.features)):
+            raise ValueError(f"kinds: {', '.join(odd)} is no feature")
+
     def is_text(self, feature: str) -> bool:
         """Whether the values of a feature are text, with a vocabulary; of a dataset's or an export's spec."""
-        return self.columns[feature].startswith("VARCHAR")
+        return feature not in self.kinds and self.columns[feature].startswith("VARCHAR")
 
     def is_list(self, feature: str) -> bool:
-        """Whether an event has several values of a feature, likewise."""
-        return feature in self.split or self.columns[feature].endswith("[]")
+        """Whether an event has several ids of a feature, likewise."""
+        return feature not in self.kinds and (feature in self.split or self.columns[feature].endswith("[]"))
 
     def read(self) -> list[str]:
         """Columns that are read, if the log has them: those needed, and those of conditions."""

@@ -16,6 +16,7 @@ from typing import Literal
 
 import duckdb
 
+from fuxi_torchrec.events.columns import ColumnSpec
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.log import LogSpec, literal, quote
 from fuxi_torchrec.events.pages import rows_and_columns
@@ -140,20 +141,24 @@ def events(
     split_features: Mapping[str, str] | None = None,
 ) -> Source:
     """CSV or Parquet logs with named columns."""
-    missing = [name for name in split_features or {} if name not in event_features]
+    specs = [ColumnSpec.parse(text) for text in event_features]
+    if shown := [spec.name for spec in specs if spec.kind == "display"]:
+        raise DataError(f"feature column {', '.join(shown)}: columns of items are shown, not those of events")
+    event_features = [spec.name for spec in specs]
+    split = {spec.name: spec.split for spec in specs if spec.split} | dict(split_features or {})
+    missing = [name for name in split if name not in event_features]
     if missing:
         raise DataError(f"to be split, but no feature: {', '.join(missing)}; name them in --event-features too")
     for name in event_features:
-        if not name or "." in name or "/" in name:
-            why = "a name with a dot or a slash cannot be that of a table: rename the column"
-            raise DataError(f"feature column {name!r}: {why}")
         if name in RESERVED or list(event_features).count(name) > 1:
             why = f"named twice, or like one of the dataset's own: {', '.join(RESERVED)}"
             raise DataError(f"feature column {name} is {why}")
     log = LogSpec(
         *(quote(user_column), quote(item_column), quote(time_column), time_unit, where, target_expression),
         features=tuple(event_features),
-        split=dict(split_features or {}),
+        split=split,
+        kinds={s.name: s.kind for s in specs if s.kind == "bucket" or s.kind == "number" or s.kind == "vector"},
+        buckets={spec.name: spec.buckets for spec in specs if spec.kind == "bucket"},
         min_user_events=min_user_events,
         min_item_events=min_item_events,
         rare_items=rare_items,

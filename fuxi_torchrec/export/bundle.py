@@ -7,9 +7,12 @@ Nobody reads a byte of it that was not checked: manifest.json is sealed and has 
 manifest.json                written last: a directory without it is not an export
 encoder.safetensors          the encoder's parameters, by their names in its class
 tables.safetensors           item_table (items + 1, D), with features of items, and feature_NAME of each feature of
-                             events: raw rows; item_feature_NAME and item_projection (D, inputs) make rows of new items
+                             events: raw rows; item_feature_NAME and item_projection (D, inputs) make rows of new items,
+                             user_feature_NAME and user_projection those of users with other features;
+                             event_projection takes numbers and vectors of events
 features/NAME.parquet        value, index: what text values of a feature stand for; none if they are numbers
-item-features/NAME.parquet   the same of features of items
+item-features/NAME.parquet   the same of features of items; user-features/ of users
+user-rows/part-00000.parquet user_id, row: of users with features, what is added to the encoder's output for the query
 other-items.parquet          item_id: items of the dataset that the model does not know; index 0 in histories
 items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
 users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
@@ -39,7 +42,7 @@ from fuxi_torchrec.errors import FuxiError
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.feature_files import FeatureFile
-from fuxi_torchrec.events.features import Feature
+from fuxi_torchrec.events.features import OWNERS, Feature, Owner
 from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
 from fuxi_torchrec.export.options import Verify
@@ -48,8 +51,8 @@ from fuxi_torchrec.schema import Record, read_json, sealed
 VERSION = 3
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
 ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
-FEATURES, ITEM_FEATURES, OTHER_ITEMS = "features", "item-features", "other-items.parquet"
-ITEM_PROJECTION = "item_projection"
+FEATURES, OTHER_ITEMS, USER_ROWS = "features", "other-items.parquet", "user-rows"
+OWNED: tuple[Owner, ...] = ("item", "user")  # whose features make rows
 DISPLAY = "display_"  # before names of columns of items/ that are shown
 _PARTS = (ITEMS, USERS, HISTORIES, STATES)
 ITEM_TABLE = "item_table"
@@ -58,9 +61,19 @@ IdType = Literal["int64", "string"]
 # every file that an export can have
 _NAMES = re.compile(
     r"encoder\.safetensors|tables\.safetensors|other-items\.parquet|index(-int8)?\.faiss|programs/(query|append)\.pt2"
-    r"|(item-)?features/[^/\0]+\.parquet|(items|users|histories)/part-\d{5,9}\.parquet|states/part-\d{5,9}\.bin"
+    r"|((item|user)-)?features/[^/\0]+\.parquet|(items|users|user-rows|histories)/part-\d{5,9}\.parquet|states/part-\d{5,9}\.bin"
 )
 _AGAIN = "export again"
+
+
+def values_folder(owner: Owner) -> str:
+    """Where the text values of an owner's features are."""
+    return FEATURES if owner == "event" else f"{owner}-{FEATURES}"
+
+
+def projection_name(owner: Owner) -> str:
+    """The table that projects an owner's numbers and vectors."""
+    return f"{owner}_projection"
 
 
 class ExportError(FuxiError, ValueError):
@@ -91,6 +104,7 @@ class Manifest(Record):
         state_bytes: of a state record, its checksum included; 0 where an encoder's states grow: none are stored.
         item_id_type, user_id_type: ``int64`` or ``string``.
         item_features, item_file: of items that the model reads, and how a file of new items is read.
+        user_features, user_file: the same of users.
         index: kind and measured recall of the FAISS index.
         dataset: fingerprint of the data it was made from.
         rules: of anchors, as_of and ties, in words.
@@ -116,6 +130,8 @@ class Manifest(Record):
     features: tuple[Feature, ...] = ()
     item_features: tuple[Feature, ...] = ()
     item_file: FeatureFile = field(default_factory=FeatureFile)
+    user_features: tuple[Feature, ...] = ()
+    user_file: FeatureFile = field(default_factory=FeatureFile)
     index: dict[str, Any] = field(default_factory=dict)
     dataset: str = ""
     run: dict[str, Any] = field(default_factory=dict)
@@ -127,6 +143,10 @@ class Manifest(Record):
     @property
     def time_unit(self) -> TimeUnit:
         return self.log.time_unit
+
+    def features_of(self, owner: Owner) -> tuple[Feature, ...]:
+        """Of events, items or users."""
+        return {"event": self.features, "item": self.item_features, "user": self.user_features}[owner]
 
     def to_json(self) -> str:
         return sealed(dataclasses.asdict(self))
@@ -149,8 +169,9 @@ class Manifest(Record):
 
     def _check_files(self) -> None:
         """What one part of the manifest promises, the files must be able to keep."""
-        needed = {ENCODER, TABLES, *(f"{FEATURES}/{f.name}.parquet" for f in self.features if f.vocabulary)}
-        needed |= {f"{ITEM_FEATURES}/{f.name}.parquet" for f in self.item_features if f.vocabulary}
+        needed = {ENCODER, TABLES}
+        for owner in OWNERS:
+            needed |= {f"{values_folder(owner)}/{f.name}.parquet" for f in self.features_of(owner) if f.vocabulary}
         needed |= {OTHER_ITEMS} if self.log.drops_rare_items else set()
         needed |= {INDEX} if self.index else set()
         if missing := sorted(needed - self.files.keys()):
@@ -253,12 +274,13 @@ class Bundle:
 
     def tables(self) -> dict[str, Tensor]:
         """Raw rows of the item table and of features."""
-        path, names = self.file(TABLES), [f"feature_{feature.name}" for feature in self.manifest.features]
+        path, names = self.file(TABLES), [f"feature_{f.name}" for f in self.manifest.features if f.in_table]
         try:
             tables = load_file(path)
         except SafetensorError as error:
             raise ExportError(f"{path}: not readable: {error}: export again") from None
-        names += [f"item_feature_{feature.name}" for feature in self.manifest.item_features if feature.in_table]
+        for owner in OWNED:
+            names += [f"{owner}_feature_{f.name}" for f in self.manifest.features_of(owner) if f.in_table]
         for name in (ITEM_TABLE, *names):
             if name not in tables or tables[name].dim() != 2 or tables[name].shape[1] != self.manifest.dimension:
                 raise ExportError(f"{path}: {name} is not a table of width {self.manifest.dimension}: export again")
@@ -266,7 +288,7 @@ class Bundle:
 
     def feature_rows(self) -> dict[str, int]:
         """How many rows the table of each feature has."""
-        names = [feature.name for feature in self.manifest.features]
+        names = [feature.name for feature in self.manifest.features if feature.in_table]
         if not names:
             return {}
         with safe_open(self.file(TABLES), "pt") as file:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import NewDirectory
@@ -19,28 +20,30 @@ from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.evaluation.loading import Loaded, own_dataset
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.feature_files import FeatureFile
-from fuxi_torchrec.events.features import Feature
+from fuxi_torchrec.events.features import Owner
 from fuxi_torchrec.events.times import NAMES, last_time, likely_unit, parse_time, show_time
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
     FEATURES,
     HISTORIES,
     INDEX,
-    ITEM_FEATURES,
     ITEMS,
+    OWNED,
     PROGRAMS,
     STATES,
+    USER_ROWS,
     USERS,
     ExportError,
     FileEntry,
     Manifest,
+    values_folder,
     write_manifest,
 )
 from fuxi_torchrec.export.job import ExportJob, id_type
 from fuxi_torchrec.export.options import ExportOptions
 from fuxi_torchrec.export.programs import APPEND, QUERY, detached, write_programs
 from fuxi_torchrec.export.states import TRAILER_BYTES
-from fuxi_torchrec.export.tables import model_id, write_items, write_other_items, write_tables
+from fuxi_torchrec.export.tables import model_id, write_items, write_other_items, write_tables, write_user_rows
 from fuxi_torchrec.export.users import export_users
 from fuxi_torchrec.logging import get_logger
 
@@ -57,7 +60,9 @@ RULES = {
     "items": "index 0 is an item nobody knows: part of histories, never recommended",
     "rare items": "an item of later events that neither the model nor other-items.parquet has is index 0 too, unless "
     "log.rare_items is drop and log.min_item_events above 1: then its events are left out until the next full export",
-    "programs": "a state is (count, pending_time, pending, one tensor per channel), users first",
+    "programs": "a state is (count, pending_time, pending, one tensor per channel), users first; query takes rows of "
+    "user-rows/ too, 0 for users that have none, where there are features of users",
+    "features of users": "the row of user-rows/ is added to the encoder's output; users that are not there have none",
 }
 
 
@@ -99,11 +104,6 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
                 "does not hold users' windows, and would answer otherwise than the model; train with window 0 to export"
             )
         as_of = choose_as_of(run, options)
-        if run.config.features.user:
-            raise ExportError(
-                f"features.user ({', '.join(run.config.features.user)}) cannot be exported: an export has no features "
-                "of users to add to their queries. Train without them, or evaluate only"
-            )
         if options.index and find_spec("faiss") is None:
             raise ExportError("faiss is not installed: pip install fuxi_torchrec[serve], or leave it out: --no-index")
     new = NewDirectory(output)
@@ -111,13 +111,14 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
         with raise_on_all_ranks("making the output directory"):
             if run.world.rank == 0:
                 place = new.begin()
-                for folder in (FEATURES, ITEM_FEATURES, ITEMS, USERS, HISTORIES, STATES, PROGRAMS):
+                folders = (FEATURES, *map(values_folder, OWNED), ITEMS, USERS, USER_ROWS, HISTORIES, STATES, PROGRAMS)
+                for folder in folders:
                     (place / folder).mkdir()
         manifest = _Exporter(run, new.place, options, as_of).write()
         with raise_on_all_ranks("renaming the output"):
             if run.world.rank == 0:
                 new.commit()
-    except OSError as error:  # a full disk, most likely
+    except (OSError, SafetensorError) as error:  # a full disk, most likely
         raise ExportError(f"{output}: cannot be written: {error}") from None
     finally:
         new.end()
@@ -130,6 +131,7 @@ class _Exporter(ExportJob):
         write_tables(self)
         weights = model_id(self)
         items = write_items(self)
+        write_user_rows(self)
         run_on_rank_0(self.world, "writing other items", lambda: write_other_items(self))
         self._feature_values()
         users, states = export_users(self, weights)
@@ -157,8 +159,10 @@ class _Exporter(ExportJob):
             user_id_type=id_type(self.run.maker.reader.ids_of(np.zeros(0, np.int64)).type),
             log=info.log,
             features=self.features,
-            item_features=self.item_features,
-            item_file=self._item_file(),
+            item_features=self.owned["item"],
+            item_file=self._file_of("item"),
+            user_features=self.owned["user"],
+            user_file=self._file_of("user"),
             index=index or {},
             dataset=info.fingerprint,
             run={
@@ -179,13 +183,11 @@ class _Exporter(ExportJob):
         run = self.run
 
         def work() -> None:
-            wanted: list[tuple[str, Feature]] = [(FEATURES, feature) for feature in self.features]
-            wanted += [(ITEM_FEATURES, feature) for feature in self.item_features]
-            for folder, feature in wanted:
+            for feature in (*self.features, *self.owned["item"], *self.owned["user"]):
                 if not feature.vocabulary:
                     continue
                 dataset = own_dataset(run.config, run.info, run.dataset, feature.name)
-                file = f"{folder}/{feature.name}.parquet"
+                file = f"{values_folder(feature.owner)}/{feature.name}.parquet"
                 values = dataset.feature_values(feature.name, feature.owner)
                 table = pa.table({"value": values, "index": pa.array(np.arange(1, len(values) + 1))})
                 parquet.write_table(self.directory / file, table)
@@ -193,13 +195,13 @@ class _Exporter(ExportJob):
 
         run_on_rank_0(self.world, "writing features", work)
 
-    def _item_file(self) -> FeatureFile:
-        """How a file of new items is read: the columns that the model reads, and those that are shown."""
-        if not self.item_features:
+    def _file_of(self, owner: Owner) -> FeatureFile:
+        """How a file of items or users is read: the columns that the model reads, and those that are shown."""
+        names = {feature.name for feature in self.owned[owner]}
+        if not names:
             return FeatureFile()
         run = self.run
-        file = own_dataset(run.config, run.info, run.dataset, "features").info.item_features.file
-        names = {feature.name for feature in self.item_features}
+        file = own_dataset(run.config, run.info, run.dataset, "features").owned(owner).file
         columns = tuple(spec for spec in file.columns if spec.kind == "display" or spec.name in names)
         return replace(file, columns=columns)
 
@@ -231,7 +233,8 @@ class _Exporter(ExportJob):
             return
 
         def work() -> None:
-            worst = write_programs(detached(self.run.encoder), self.similarity, self.directory / PROGRAMS)
+            user_rows, place = self.run.lookups.users is not None, self.directory / PROGRAMS
+            worst = write_programs(detached(self.run.encoder), self.similarity, place, user_rows)
             logger.info("portable programs differ from the encoder by at most %.1e", worst)
             self.wrote(f"{PROGRAMS}/{QUERY}", f"{PROGRAMS}/{APPEND}")
 

@@ -7,7 +7,9 @@ import pyarrow as pa
 import torch
 import torch.distributed as dist
 
+from fuxi_torchrec.embeddings.owned import FeatureLookup
 from fuxi_torchrec.evaluation.loading import Loaded
+from fuxi_torchrec.events.features import Owner
 from fuxi_torchrec.export.bundle import FileEntry, IdType, describe_file
 from fuxi_torchrec.export.options import ExportOptions
 
@@ -20,6 +22,7 @@ class ExportJob:
         files: what this rank wrote.
         record_bytes: of a user's state; 0 where none are stored.
         features: of events, in the model's order.
+        owned: features of items and of users, likewise.
     """
 
     def __init__(self, run: Loaded, directory: Path, options: ExportOptions, as_of: int) -> None:
@@ -28,11 +31,10 @@ class ExportJob:
         self.files: dict[str, FileEntry] = {}
         self.record_bytes = run.encoder.state_bytes
         about = {feature.name: feature for feature in run.dataset.info.features}
-        self.features = tuple(
-            replace(about[table.feature], rows=table.rows, pooling=table.pooling) for table in run.tables.features
-        )
-        of_items = run.lookups.items
-        self.item_features = () if of_items is None else of_items.table.features
+        tables = (replace(about[t.feature], rows=t.rows, pooling=t.pooling) for t in run.tables.features)
+        self.features = (*tables, *run.tables.numbers)
+        lookups: dict[Owner, FeatureLookup | None] = {"item": run.lookups.items, "user": run.lookups.users}
+        self.owned = {owner: () if each is None else each.table.features for owner, each in lookups.items()}
 
     def wrote(self, *names: str) -> None:
         """Note files of this rank, which are whole."""

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fuxi_torchrec.events import parquet
 from fuxi_torchrec.events.errors import DataError
@@ -16,7 +18,7 @@ from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Histories, Ints
 from fuxi_torchrec.export.bundle import ExportError
 
-USER, EMBEDDING = "user_id", "embedding"
+USER, EMBEDDING, ROW = "user_id", "embedding", "row"
 NO_STATE = -1
 GROUP_EVENTS, GROUP_USERS = 2**16, 2**14  # of a row group of histories: what is read to find one user's
 ID_TYPES = {"int64": pa.int64(), "string": pa.string()}
@@ -91,6 +93,21 @@ def write_users(path: Path, users: Users) -> None:
     embedding = pa.FixedSizeListArray.from_arrays(pa.array(users.embedding.reshape(-1)), width)
     columns = {USER: users.ids, EMBEDDING: embedding, **{name: pa.array(getattr(users, name)) for name in NUMBERS}}
     parquet.write_table(path, pa.table(columns))
+
+
+def write_rows(path: Path, ids: pa.Array, rows: Tensor) -> None:
+    """A part of user-rows/."""
+    flat = pa.array(rows.contiguous().numpy().reshape(-1))
+    parquet.write_table(path, pa.table({USER: ids, ROW: pa.FixedSizeListArray.from_arrays(flat, rows.shape[1])}))
+
+
+def read_rows(path: Path, dimension: int) -> tuple[pa.Array, Tensor]:
+    """A part of user-rows/."""
+    table = read_table(path, [USER, ROW])
+    flat = pc.list_flatten(table[ROW]).to_numpy().astype(np.float32)
+    if len(flat) != len(table) * dimension or not np.isfinite(flat).all():
+        raise ExportError(f"{path}: rows are not {len(table)} finite vectors of width {dimension}: export again")
+    return combined(table[USER]), torch.from_numpy(flat.reshape(-1, dimension))
 
 
 def read_histories(path: Path, users: pa.Array, features: Sequence[Feature]) -> Histories:

@@ -6,7 +6,7 @@ They run wherever ``torch.export.load`` does, without this package. An encoder o
 
 import io
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,15 @@ class Query(_Program):
             return scaled(self.encoder.query_unchecked(self._like.from_flat(state), request_times), self.similarity)
 
 
+class QueryWithUsers(Query):
+    """``(state, request times (B,), rows of the users (B, D)) -> (B, D)``: the same of users with features."""
+
+    def forward(self, state: tuple[Tensor, ...], request_times: Tensor, user_rows: Tensor) -> Tensor:  # type: ignore[override]
+        with torch.no_grad():
+            found = self.encoder.query_unchecked(self._like.from_flat(state), request_times)
+            return scaled(found + user_rows, self.similarity)
+
+
 class Append(_Program):
     """``(state, rows (B, D), times (B,)) -> state`` after one event more of every user."""
 
@@ -61,28 +70,39 @@ def example(encoder: SequenceEncoder, users: int, seed: int = 0) -> tuple[Encode
     return state, torch.randn(users, dim, generator=draw) * dim**-0.5, later
 
 
-def write_programs(encoder: SequenceEncoder, similarity: str, directory: Path) -> float:
-    """Export both, save them, and compare what was saved with the encoder; the largest difference."""
+def write_programs(encoder: SequenceEncoder, similarity: str, directory: Path, with_user_rows: bool = False) -> float:
+    """Export both, save them, and compare what was saved with the encoder; the largest difference.
+
+    Args:
+        with_user_rows: the query takes what features of users add to the encoder's output.
+    """
     state, rows, times = example(encoder, 4)
     batch = torch.export.Dim("batch", min=1)
     per_user = tuple({0: batch} for _ in state.flat())
-    programs = {
+    programs: dict[str, tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]] = {
         QUERY: (Query(encoder, similarity), (state.flat(), times), (per_user, {0: batch})),
         APPEND: (Append(encoder), (state.flat(), rows, times), (per_user, {0: batch}, {0: batch})),
     }
+    if with_user_rows:
+        shapes = (per_user, {0: batch}, {0: batch})
+        programs[QUERY] = (QueryWithUsers(encoder, similarity), (state.flat(), times, rows), shapes)
     directory.mkdir(parents=True, exist_ok=True)
     loaded = {}
     for name, (program, arguments, shapes) in programs.items():
         exported = torch.export.export(program.eval(), arguments, dynamic_shapes=shapes, strict=False)
-        torch.export.save(exported, directory / name)
-        loaded[name] = torch.export.load(io.BytesIO((directory / name).read_bytes())).module()
+        written = io.BytesIO()
+        torch.export.save(exported, written)  # to memory: on a full disk torch ends the process
+        (directory / name).write_bytes(written.getvalue())
+        written.seek(0)
+        loaded[name] = torch.export.load(written).module()
     worst = 0.0
     for users in _CHECKED:
         state, rows, times = example(encoder, users, seed=users)
         eager = cast(EncoderState, encoder.append(state, rows, torch.arange(users + 1), times))
-        queried = scaled(encoder.query(eager, times + 3600), similarity)
+        more = (rows,) if with_user_rows else ()
+        queried = scaled(encoder.query(eager, times + 3600) + (rows if with_user_rows else 0), similarity)
         pairs = list(zip(eager.flat(), loaded[APPEND](state.flat(), rows, times), strict=True))
-        pairs.append((queried, loaded[QUERY](eager.flat(), times + 3600)))
+        pairs.append((queried, loaded[QUERY](eager.flat(), times + 3600, *more)))
         for ours, theirs in pairs:
             worst = max(worst, float((ours.double() - theirs.double()).abs().max()) if ours.numel() else 0.0)
     if not worst <= TOLERANCE:

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from torch import Tensor
 
 from fuxi_torchrec import strict_yaml
 from fuxi_torchrec.artifacts import follow_umask
@@ -20,20 +21,22 @@ from fuxi_torchrec.distributed import raise_on_all_ranks, run_on_rank_0
 from fuxi_torchrec.embeddings.sharding import LocalPart, local_parts
 from fuxi_torchrec.evaluation.loading import own_dataset
 from fuxi_torchrec.events import parquet
+from fuxi_torchrec.events.features import OWNERS
 from fuxi_torchrec.export.bundle import (
     DISPLAY,
     ENCODER,
-    ITEM_PROJECTION,
     ITEM_TABLE,
     ITEMS,
     OTHER_ITEMS,
     TABLES,
+    USER_ROWS,
     ExportError,
     FileEntry,
+    projection_name,
     scaled,
 )
 from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
-from fuxi_torchrec.export.parts import part_name
+from fuxi_torchrec.export.parts import part_name, write_rows
 from fuxi_torchrec.export.programs import detached
 
 _ITEM_ROWS = 2**16  # of a row group of items
@@ -42,10 +45,8 @@ _ITEM_ROWS = 2**16  # of a row group of items
 def write_tables(job: ExportJob) -> None:
     """All tables as one safetensors file, every rank writing its own rows into it."""
     parts = _own_rows(job)
-    exported = [table for table in job.run.tables.all if table not in job.run.tables.of_users]
-    tables = {table.name: (table.rows, table.dim) for table in exported}
-    if job.run.tables.item_inputs:
-        tables[ITEM_PROJECTION] = (job.run.config.model.dim, job.run.tables.item_inputs)
+    tables = {table.name: (table.rows, table.dim) for table in job.run.tables.all}
+    tables |= {name: (weight.shape[0], weight.shape[1]) for name, weight in _projections(job).items()}
     header, begins, size = _safetensors_header(tables)
     path = job.directory / TABLES
     with raise_on_all_ranks("writing the weights"):
@@ -77,13 +78,11 @@ def _own_rows(job: ExportJob) -> list[LocalPart]:
     tables, found = job.run.tables, []
     if tables.has_item_features:
         found.append(_composed(job))
-    if tables.item_inputs and job.first:
-        projection = job.run.module.head.item_projection
-        assert projection is not None
-        found.append(LocalPart(ITEM_PROJECTION, projection.weight, 0, 0))
+    if job.first:
+        found += [LocalPart(name, weight, 0, 0) for name, weight in _projections(job).items()]
     for part in local_parts(job.run.model):
         (table,) = (table for table in tables.all if table.name == part.table)
-        if table in tables.of_users or (part.table == ITEM_TABLE and tables.has_item_features):
+        if part.table == ITEM_TABLE and tables.has_item_features:
             continue
         if table.sharding == "data_parallel":
             share = -(-table.rows // job.world.size)
@@ -91,6 +90,30 @@ def _own_rows(job: ExportJob) -> list[LocalPart]:
             part = dataclasses.replace(part, tensor=part.tensor[begin : begin + share], first_row=begin)
         found.append(part)
     return found
+
+
+def _projections(job: ExportJob) -> dict[str, Tensor]:
+    """Weights of the projections, by their names among the tables."""
+    head = job.run.module.head
+    layers = (head.event_projection, head.item_projection, head.user_projection)
+    found = zip(OWNERS, layers, strict=True)
+    return {projection_name(owner): layer.weight for owner, layer in found if layer is not None}
+
+
+def write_user_rows(job: ExportJob) -> None:
+    """What the features of this rank's share of the users add to their queries: a collective."""
+    about, world, reader = job.run.lookups.users, job.world, job.run.maker.reader
+    if about is None:
+        return
+    users = np.flatnonzero(about.table.filled)  # row 0 is of nobody
+    share = -(-len(users) // world.size)
+    own = users[share * world.rank : share * (world.rank + 1)]
+    dim = job.run.config.model.dim
+    rows = job.run.module.user_lookup().rows(torch.from_numpy(own), dim, world.device, about)
+    with raise_on_all_ranks("writing features of users"):
+        if len(own):
+            write_rows(job.directory / part_name(USER_ROWS, world.rank), plain_ids(reader.ids_of(own - 1)), rows.cpu())
+            job.wrote(part_name(USER_ROWS, world.rank))
 
 
 def _composed(job: ExportJob) -> LocalPart:

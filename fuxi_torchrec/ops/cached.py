@@ -27,9 +27,11 @@ def query_blocks(queries: int, heads: int, events: int) -> Iterator[slice]:
 
 def position_map(position_P: Tensor, queries: slice, events: int) -> Tensor:
     """(Q, E) weights by distance: queries stand behind so many cached events."""
+    nearest, farthest = queries.start + 1, queries.stop - 1 + events
+    within = position_P[nearest : farthest + 1]
+    beyond = position_P[-1:].expand(farthest + 1 - nearest - len(within))
     # from the last query's distance to the first event down to the first query's to the last; a row of each query
-    apart = torch.arange(events + queries.stop - 1, queries.start, -1, device=position_P.device)
-    return position_P[apart.clamp_(max=len(position_P) - 1)].unfold(0, events, 1).flip(0)
+    return torch.cat((within, beyond)).flip(0).unfold(0, events, 1).flip(0)
 
 
 def time_map(time: TimeMap, next_Q: Tensor, time_E: Tensor) -> Tensor:

@@ -40,4 +40,9 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad = grad.contiguous()
         by_x, by_weight = ctx.needs_input_grad
-        return _linear(grad, weight) if by_x else None, _linear(x.t(), grad.t()) if by_weight else None
+        return _linear(grad, weight) if by_x else None, _turned(x, grad) if by_weight else None
+
+
+def _turned(x: Tensor, grad: Tensor) -> Tensor:
+    """``xᵀ · grad``: oneDNN wants a copy of xᵀ, which pays where x is much the narrower."""
+    return _linear(x.t(), grad.t()) if grad.shape[1] >= 8 * x.shape[1] else x.t() @ grad

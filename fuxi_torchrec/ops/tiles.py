@@ -7,7 +7,7 @@ The backward pass keeps the inputs and computes the tiles again.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,18 @@ def relative_maps(
 ) -> tuple[Tensor, Tensor]:
     """``Σ_{j≤i} position[i−j] v_j`` and ``Σ_{j≤i} φ(t_{i+1} − t_j) v_j``, φ a map of :mod:`time_maps`."""
     return apply(_Relative, v_TW, position_P, time_P, *clocks, kind, chunks)
+
+
+def distance_map(v_TW: Tensor, position_P: Tensor, chunks: Chunks) -> Tensor:
+    """``Σ_{j≤i} position[i−j] v_j`` alone."""
+    found: Tensor = apply(_Relative, v_TW, position_P, None, None, None, None, chunks)[0]
+    return found
+
+
+def time_map(v_TW: Tensor, time_P: Tensor, kind: Kind, clocks: tuple[Tensor, Tensor], chunks: Chunks) -> Tensor:
+    """``Σ_{j≤i} φ(t_{i+1} − t_j) v_j`` alone."""
+    found: Tensor = apply(_Relative, v_TW, None, time_P, *clocks, kind, chunks)[1]
+    return found
 
 
 def groups(chunks: Chunks, distance: int, heads: int) -> Iterator[tuple[slice, slice]]:
@@ -205,59 +217,87 @@ class _Bias:
 
 
 class _Relative(torch.autograd.Function):
-    """Maps that do not know the rows: shared by all columns."""
+    """Maps that do not know the rows, shared by all columns: of distance, of time, or both."""
 
     @staticmethod
     @exactly
     def forward(
         ctx: Any,
         v_TW: Tensor,
-        position_P: Tensor,
-        time_P: Tensor,
-        time_T: Tensor,
-        next_T: Tensor,
-        kind: Kind,
+        position_P: Tensor | None,
+        time_P: Tensor | None,
+        time_T: Tensor | None,
+        next_T: Tensor | None,
+        kind: Kind | None,
         chunks: Chunks,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor | None, Tensor | None]:
         v = chunks.cut(v_TW.unsqueeze(1)).squeeze(1)
-        time, clocks, mask = TimeMap(kind, time_P), _Clocks(time_T, next_T, chunks), causal(chunks, v)
-        by_position, by_time = torch.zeros_like(v), torch.zeros_like(v)
+        mask, time = causal(chunks, v), _Times.of(kind, time_P, time_T, next_T, chunks)
+        by_position = None if position_P is None else torch.zeros_like(v)
+        by_time = None if time is None else torch.zeros_like(v)
         for distance in range(len(chunks.active)):
-            map_CC = _Positions(position_P, chunks, distance).map_CC
-            map_CC = map_CC if distance else map_CC * mask
+            if position_P is not None:
+                map_CC = _Positions(position_P, chunks, distance).map_CC
+                map_CC = map_CC if distance else map_CC * mask
             for query, key in groups(chunks, distance, 1):
-                weights = time.weights(clocks.gaps(query, key))
-                if not distance:
-                    weights.mul_(mask)
-                add_product(by_position[query], map_CC.expand_as(weights), v[key])
-                add_product(by_time[query], weights, v[key])
+                if by_position is not None:
+                    add_product(by_position[query], map_CC.expand(query.stop - query.start, -1, -1), v[key])
+                if by_time is not None and time is not None:
+                    weights = time.map.weights(time.clocks.gaps(query, key))
+                    if not distance:
+                        weights.mul_(mask)
+                    add_product(by_time[query], weights, v[key])
         ctx.save_for_backward(v_TW, position_P, time_P, time_T, next_T)
         ctx.kind, ctx.chunks = kind, chunks
-        y_position, y_time = (chunks.join(y.unsqueeze(1)).squeeze(1) for y in (by_position, by_time))
+        y_position, y_time = (
+            None if y is None else chunks.join(y.unsqueeze(1)).squeeze(1) for y in (by_position, by_time)
+        )
         return y_position, y_time
 
     @staticmethod
     @once
     @exactly
-    def backward(ctx: Any, grad_position_TW: Tensor, grad_time_TW: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_position_TW: Tensor | None, grad_time_TW: Tensor | None) -> tuple[Tensor | None, ...]:
         v_TW, position_P, time_P, time_T, next_T = ctx.saved_tensors
         chunks: Chunks = ctx.chunks
-        v, d_position, d_time = (chunks.cut(x.unsqueeze(1)).squeeze(1) for x in (v_TW, grad_position_TW, grad_time_TW))
-        time, clocks, mask = TimeMap(ctx.kind, time_P), _Clocks(time_T, next_T, chunks), causal(chunks, v)
-        dv, grad_position_P, grad_time_P = torch.zeros_like(v), torch.zeros_like(position_P), torch.zeros_like(time_P)
+        v, d_position, d_time = (
+            None if x is None else chunks.cut(x.unsqueeze(1)).squeeze(1) for x in (v_TW, grad_position_TW, grad_time_TW)
+        )
+        assert v is not None
+        mask, time = causal(chunks, v), _Times.of(ctx.kind, time_P, time_T, next_T, chunks)
+        dv = torch.zeros_like(v)
+        grad_position_P, grad_time_P = (None if p is None else torch.zeros_like(p) for p in (position_P, time_P))
         for distance in range(len(chunks.active)):
-            positions = _Positions(position_P, chunks, distance)
-            map_CC = positions.map_CC if distance else positions.map_CC * mask
-            grad_map_CC = torch.zeros_like(map_CC)
-            for query, key in groups(chunks, distance, 1):
-                gap = clocks.gaps(query, key)
-                weights, grad = time.weights(gap), d_time[query] @ v[key].mT
-                if not distance:
-                    weights.mul_(mask)
-                    grad.mul_(mask)
-                grad_time_P += time.gradient(gap, grad)
-                grad_map_CC.addbmm_(d_position[query], v[key].mT)
-                add_product(dv[key], map_CC.mT.expand_as(weights), d_position[query])
-                add_product(dv[key], weights.mT, d_time[query])
-            positions.add_gradient(grad_map_CC if distance else grad_map_CC * mask, grad_position_P)
+            if d_position is not None and grad_position_P is not None:
+                positions = _Positions(position_P, chunks, distance)
+                map_CC = positions.map_CC if distance else positions.map_CC * mask
+                grad_map_CC = torch.zeros_like(map_CC)
+                for query, key in groups(chunks, distance, 1):
+                    grad_map_CC.addbmm_(d_position[query], v[key].mT)
+                    add_product(dv[key], map_CC.mT.expand(query.stop - query.start, -1, -1), d_position[query])
+                positions.add_gradient(grad_map_CC if distance else grad_map_CC * mask, grad_position_P)
+            if d_time is not None and time is not None and grad_time_P is not None:
+                for query, key in groups(chunks, distance, 1):
+                    gap = time.clocks.gaps(query, key)
+                    weights, grad = time.map.weights(gap), d_time[query] @ v[key].mT
+                    if not distance:
+                        weights.mul_(mask)
+                        grad.mul_(mask)
+                    grad_time_P += time.map.gradient(gap, grad)
+                    add_product(dv[key], weights.mT, d_time[query])
         return chunks.join(dv.unsqueeze(1)).squeeze(1), grad_position_P, grad_time_P, None, None, None, None
+
+
+class _Times(NamedTuple):
+    """A map of time and the times of chunks."""
+
+    map: TimeMap
+    clocks: _Clocks
+
+    @staticmethod
+    def of(
+        kind: Kind | None, time_P: Tensor | None, time_T: Tensor | None, next_T: Tensor | None, chunks: Chunks
+    ) -> "_Times | None":
+        if kind is None or time_P is None or time_T is None or next_T is None:
+            return None
+        return _Times(TimeMap(kind, time_P), _Clocks(time_T, next_T, chunks))

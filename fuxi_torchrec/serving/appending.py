@@ -1,8 +1,9 @@
 """Events of callers that wait together, written in one commit."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.live_users import LiveUsers
@@ -96,6 +97,11 @@ class Appender:
         self.check().append(event for event, _ in kept)
         with self.users.lock:
             return {event.user_id for event, item in kept if self.users.add(event, item) % _EAGER == 0}
+
+    def add_items(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """What was said of items, on disk."""
+        with self._writing:
+            self.check().add_items(records)
 
     def forget(self, wanted: Sequence[UserId]) -> int:
         """Users, each once; how many were known."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -9,10 +10,13 @@ from torch import Tensor
 
 from fuxi_torchrec.encoders.state import EncoderState, States
 from fuxi_torchrec.events.batching import batch_ends
+from fuxi_torchrec.events.feature_table import projection_inputs
 from fuxi_torchrec.events.features import Feature
-from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged
+from fuxi_torchrec.events.histories import Column, Histories, Ids, Ints, Ragged
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
-from fuxi_torchrec.serving.new_items import ItemComposer, pooled_rows
+from fuxi_torchrec.serving.feature_rows import UserRows, pooled_rows, projection_of
+from fuxi_torchrec.serving.new_items import ItemComposer
+from fuxi_torchrec.serving.requests import UserId
 
 AT_ONCE, USERS_AT_ONCE = 2**16, 512  # events and users that are encoded in one call
 
@@ -24,8 +28,11 @@ class UserModel:
         self.manifest, self.encoder = bundle.manifest, bundle.encoder()
         tables = bundle.tables()
         self.items = tables[ITEM_TABLE]
-        self.features = {feature.name: tables[f"feature_{feature.name}"] for feature in self.manifest.features}
+        self.features = {f.name: tables[f"feature_{f.name}"] for f in self.manifest.features if f.in_table}
+        self.numbers = [feature for feature in self.manifest.features if not feature.in_table]
+        self.projection = projection_of(bundle, tables, "event")
         self.composer = ItemComposer(bundle, tables)
+        self.user_rows = UserRows.read(bundle)
         self.like = self.encoder.init_state(0)
 
     def set_rows(self, index: Ints, rows: Tensor) -> None:
@@ -40,14 +47,17 @@ class UserModel:
     def rows(self, histories: Histories) -> Tensor:
         """(T, D) rows of events: the item's, and its features'."""
         rows = _lookup(self.items, histories.items, "items")
+        if self.numbers and self.projection is not None:
+            rows = rows + torch.from_numpy(projection_inputs(self.numbers, histories.features)) @ self.projection.T
         for feature in self.manifest.features:
-            rows = rows + self._feature_rows(feature, histories.features[feature.name])
+            if feature.in_table:
+                rows = rows + self._feature_rows(feature, histories.features[feature.name])
         return rows
 
     def _feature_rows(self, feature: Feature, column: Column) -> Tensor:
-        table = self.features[feature.name]
-        _check(table, column.values if isinstance(column, Ragged) else column, feature.name)
-        return pooled_rows(table, column, feature)
+        table, ids = self.features[feature.name], cast(Ids, column)
+        _check(table, ids.values if isinstance(ids, Ragged) else ids, feature.name)
+        return pooled_rows(table, ids, feature)
 
     @torch.inference_mode()
     def append(self, state: States, new: Histories) -> States:
@@ -78,9 +88,16 @@ class UserModel:
         return state if places == sorted(places) else state.select(np.argsort(places).tolist())
 
     @torch.inference_mode()
-    def vectors(self, state: States, times: Ints) -> Tensor:
-        """(B, D) of users at a time, as scores use them; zero without events."""
-        return scaled(self.encoder.query(state, torch.from_numpy(times)), self.manifest.similarity)
+    def vectors(self, state: States, times: Ints, users: Sequence[UserId | None] | None = None) -> Tensor:
+        """(B, D) of users at a time, as scores use them; zero without events.
+
+        Args:
+            users: whose features count; None, or None among them, has none.
+        """
+        found = self.encoder.query(state, torch.from_numpy(times))
+        if self.user_rows is not None and users is not None:
+            found = found + self.user_rows.of(users) * (state.count > 0).unsqueeze(1)
+        return scaled(found, self.manifest.similarity)
 
     def read(self, records: Tensor) -> States:
         """States from stored records."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from fuxi_torchrec.encoders.state import States
+from fuxi_torchrec.events.feature_learning import buckets
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of
 from fuxi_torchrec.serving.encoding import UserModel, batches
@@ -83,6 +84,11 @@ class LiveUsers:
     def is_known(self, user: UserId) -> bool:
         """Whether there is anything about a user; needs the lock."""
         return self.stored_row(user) is not None or user in self.recent
+
+    def remembered(self, users: Sequence[UserId]) -> list[UserId | None]:
+        """Users whose features count: None for those that were forgotten."""
+        with self.lock:
+            return [None if user in self.forgotten else user for user in users]
 
     def last_time(self, user: UserId) -> int:
         """Of a user's last event, 0 if there is none; needs the lock."""
@@ -213,7 +219,8 @@ class LiveUsers:
         times = np.array([event.timestamp for event in events], np.int64)
         features = {}
         for feature in self._features:
-            texts, rows = self._feature_values.get(feature.name), len(self._model.features[feature.name])
+            texts, table = self._feature_values.get(feature.name), self._model.features.get(feature.name)
+            rows = 0 if table is None else len(table)
             features[feature.name] = _feature_column(feature, events, texts, rows)
         return Histories(bounds_of(np.array(lengths, np.int64)), np.array(items, np.int64), times, features)
 
@@ -226,6 +233,8 @@ class LiveUsers:
 def _feature_column(feature: Feature, events: Sequence[Event], known: dict[str, int] | None, rows: int) -> Column:
     """Values of a feature; 0 for what the export does not know, as events of an earlier export's log may have."""
     values = [(event.features or {}).get(feature.name) for event in events]
+    if feature.kind != "id":
+        return _numbers(feature, values)
 
     def index(value: Any) -> int:
         if known is not None:
@@ -239,3 +248,13 @@ def _feature_column(feature: Feature, events: Sequence[Event], known: dict[str, 
         np.array([index(v) for value in lists for v in value], np.int64),
         bounds_of(np.array([len(value) for value in lists], np.int64)),
     )
+
+
+def _numbers(feature: Feature, values: Sequence[Any]) -> Column:
+    """Buckets, or (T, width) numbers; of another export's log what does not fit is missing."""
+    found = np.full((len(values), feature.width or 1), np.nan)
+    for row, value in zip(found, values, strict=True):
+        given = value if isinstance(value, list | tuple) else [value]
+        if len(given) == len(row) and all(isinstance(each, int | float) for each in given):
+            row[:] = given
+    return buckets(feature, found[:, 0]) if feature.kind == "bucket" else found.astype(np.float32)

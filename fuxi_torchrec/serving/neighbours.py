@@ -1,6 +1,7 @@
 """Users of an export whose vectors are most similar to one."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,11 @@ class Neighbours:
     user_id: UserId
     users: list[UserId]
     scores: list[float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: ``user`` and ``users`` with ``user_id`` and ``score``."""
+        pairs = zip(self.users, self.scores, strict=True)
+        return {"user": self.user_id, "users": [{"user_id": user, "score": score} for user, score in pairs]}
 
 
 def nearest_users(bundle: Bundle, vector: NDArray[np.float32], user_id: UserId, k: int) -> Neighbours:

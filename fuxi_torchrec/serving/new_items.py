@@ -1,31 +1,20 @@
-"""Items that an export does not have: their rows from their features, and the file that keeps them.
+"""Items that an export does not have: their rows from their features.
 
 A new item has the row of unknown items plus its features: what training with ``features.id_dropout`` is for.
 """
 
-import json
-import os
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import torch
 from torch import Tensor
 
-from fuxi_torchrec.artifacts import sync
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.feature_files import RawFeatures, of_records
-from fuxi_torchrec.events.feature_learning import encode
-from fuxi_torchrec.events.features import Feature
-from fuxi_torchrec.events.histories import Column, Ragged
-from fuxi_torchrec.export.bundle import ITEM_FEATURES, ITEM_PROJECTION, ITEM_TABLE, Bundle, ExportError
-from fuxi_torchrec.export.parts import ID_TYPES, combined, read_table
-
-NEW_ITEMS_FILE = "items.jsonl"
+from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError
+from fuxi_torchrec.export.parts import ID_TYPES
+from fuxi_torchrec.serving.feature_rows import FeatureRows
+from fuxi_torchrec.serving.store import Row
 
 
 @dataclass(frozen=True)
@@ -49,26 +38,12 @@ class ItemComposer:
     """Rows of items from their features alone, as a full export would have them."""
 
     def __init__(self, bundle: Bundle, tables: Mapping[str, Tensor]) -> None:
-        self.manifest, self.features = bundle.manifest, bundle.manifest.item_features
-        self.file, self.unknown_row = bundle.manifest.item_file, tables[ITEM_TABLE][:1].clone()
-        self.tables = {f.name: tables[f"item_feature_{f.name}"] for f in self.features if f.in_table}
-        self.projection = tables.get(ITEM_PROJECTION)
-        inputs = sum(feature.inputs for feature in self.features)
-        if inputs and (self.projection is None or tuple(self.projection.shape) != (self.unknown_row.shape[1], inputs)):
-            raise ExportError(f"{bundle.path}: {ITEM_PROJECTION} does not take the items' numbers: export again")
-        self.values: dict[str, pa.Array] = {}
-        for feature in self.features:
-            if feature.vocabulary:
-                table = read_table(bundle.file(f"{ITEM_FEATURES}/{feature.name}.parquet"), ["value", "index"])
-                self.values[feature.name] = combined(table["value"])
-                if len(table) >= feature.rows + 1 or len(self.tables[feature.name]) != feature.rows:
-                    raise ExportError(
-                        f"{bundle.path}: {feature.name} has {len(table)} values and {feature.rows} rows: export again"
-                    )
+        self.manifest, self.file = bundle.manifest, bundle.manifest.item_file
+        self.features, self.unknown_row = FeatureRows(bundle, tables, "item"), tables[ITEM_TABLE][:1].clone()
 
     def read(self, records: Sequence[Mapping[str, Any]]) -> RawFeatures:
         """Items as dictionaries; a ValueError if there is something wrong with one."""
-        if not self.features:
+        if not self.manifest.item_features:
             raise ExportError("this export's model reads no features of items: it cannot take new ones")
         kind = ID_TYPES[self.manifest.item_id_type]
         try:
@@ -85,65 +60,13 @@ class ItemComposer:
 
     def rows(self, raw: RawFeatures) -> tuple[Tensor, int]:
         """(n, D) of items, and how many of their values the model has no row for."""
-        try:
-            encoded = encode(raw, self.features, self.values)
-        except DataError as error:
-            raise ValueError(str(error)) from None
-        rows = self.unknown_row.repeat(len(raw.ids), 1)
-        for feature in self.features:
-            if feature.in_table:
-                rows += pooled_rows(self.tables[feature.name], encoded.table.values[feature.name], feature)
-        if self.projection is not None:
-            rows += torch.from_numpy(encoded.table.inputs()) @ self.projection.T
-        return rows, sum(encoded.unknown.values())
+        rows, unknown = self.features.rows(raw)
+        return self.unknown_row + rows, unknown
 
 
-def pooled_rows(table: Tensor, column: Column, feature: Feature) -> Tensor:
-    """(n, D) rows of a feature's values; of several, their sum or mean."""
-    if not isinstance(column, Ragged):
-        return table[torch.from_numpy(column)]
-    lengths = torch.from_numpy(np.diff(column.bounds))
-    owner = torch.repeat_interleave(torch.arange(len(column)), lengths)
-    pooled = table.new_zeros(len(column), table.shape[1]).index_add_(0, owner, table[torch.from_numpy(column.values)])
-    return pooled / lengths.clamp(min=1).unsqueeze(1) if feature.pooling == "mean" else pooled
-
-
-class NewItemsFile:
-    """Items that were added to a service, a line for each call; on disk before the call returns."""
-
-    def __init__(self, directory: Path) -> None:
-        self.path = directory / NEW_ITEMS_FILE
-
-    def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-        text = json.dumps(list(records))
-        new = not self.path.exists()
-        with self.path.open("a") as file:
-            file.write(json.dumps({"crc32": zlib.crc32(text.encode()), "items": text}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        if new:
-            sync(self.path.parent)
-
-    def read(self) -> list[dict[str, Any]]:
-        """Of all calls; a last line that was cut short was never acknowledged."""
-        if not self.path.exists():
-            return []
-        lines = self.path.read_bytes().split(b"\n")
-        found: list[dict[str, Any]] = []
-        for number, line in enumerate(lines[:-1], 1):
-            try:
-                said = json.loads(line)
-                if zlib.crc32(said["items"].encode()) != said["crc32"]:
-                    raise ValueError("its checksum is wrong")
-                found += json.loads(said["items"])
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ExportError(f"{self.path}: line {number} is damaged: {error}: remove it to go on") from None
-        return found
-
-
-def latest(records: Sequence[dict[str, Any]], id_column: str) -> list[dict[str, Any]]:
-    """Of each item what was said last, in the order in which they first came."""
-    found: dict[Any, dict[str, Any]] = {}
-    for record in records:
-        found[record[id_column]] = record
-    return list(found.values())
+def latest(rows: Iterable[Row], id_column: str) -> dict[Any, Row]:
+    """Of each item the row of what was said last, in the order in which they first came."""
+    found: dict[Any, Row] = {}
+    for row in rows:
+        found[(row.event().features or {}).get(id_column)] = row
+    return found

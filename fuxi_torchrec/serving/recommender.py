@@ -23,7 +23,7 @@ from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.live_users import LiveUsers
 from fuxi_torchrec.serving.log_filter import LogFilter
 from fuxi_torchrec.serving.neighbours import Neighbours, nearest_users
-from fuxi_torchrec.serving.new_items import AddedItems, NewItemsFile, latest
+from fuxi_torchrec.serving.new_items import AddedItems, latest
 from fuxi_torchrec.serving.options import RecommenderOptions, Search
 from fuxi_torchrec.serving.replay import replay
 from fuxi_torchrec.serving.requests import (
@@ -57,16 +57,17 @@ class Recommender:
         self._model = UserModel(bundle)
         self._catalogue = Catalogue(bundle, options.search)
         texts = feature_values(bundle)
-        # how many values each numeric feature has
-        self.feature_rows = {name: len(table) for name, table in self._model.features.items() if name not in texts}
+        # how many values each feature of integers has
+        ids = [feature for feature in self.manifest.features if feature.kind == "id" and feature.name not in texts]
+        self.feature_rows = {feature.name: len(self._model.features[feature.name]) for feature in ids}
         self._checks = Checks(self.manifest, self.feature_rows)
         self._filter = LogFilter(self.manifest.log) if self.manifest.log.where else None
         self.users = LiveUsers(self._model, StoredUsers(bundle, self._model), texts, options.cache_mib << 20)
         self._appender = Appender(self.users, store, options.max_recent_events)
         self._adding, self._first_new = Lock(), len(self._model.items)
-        self._new_items = NewItemsFile(Path(options.log_dir)) if options.log_dir is not None else None
-        if self._new_items is not None and (kept := self._new_items.read()):
-            raw = self._model.composer.read(latest(kept, self.manifest.item_file.id_column))
+        if content is not None and content.items:
+            kept = latest(content.items, self.manifest.item_file.id_column).values()
+            raw = self._model.composer.read([row.event().features for row in kept])  # type: ignore[misc]
             self._add_items(raw, *self._model.composer.rows(raw))
         if content is not None:
             replay(content, bundle.manifest, self._catalogue, self.users, store)
@@ -161,7 +162,8 @@ class Recommender:
         ]
         known = [snapshot.stored is not None or bool(snapshot.count) for snapshot in snapshots]
         state = states if each == list(range(len(users))) else states.select(each)
-        return self._answers(requests, state, [known[n] for n in each], seen)
+        featured = self.users.remembered(users)
+        return self._answers(requests, state, [known[n] for n in each], seen, [featured[n] for n in each])
 
     def recommend_history(
         self,
@@ -203,14 +205,19 @@ class Recommender:
         indices = [index for index in found if index != LEFT_OUT]
         history = self.users.history(indices, events, [len(events)]).last(np.array([self.manifest.max_length]))
         seen = np.array(indices, np.int64) if request.exclude_seen else None
-        (answer,) = self._answers([request], self._model.encode(history), [True], [seen])
+        (answer,) = self._answers([request], self._model.encode(history), [True], [seen], [None])
         return replace(answer, user_id=None, unknown_items=sum(index <= UNKNOWN for index in found))
 
     def _answers(
-        self, requests: Sequence[Request], state: States, known: Sequence[bool], seen: Sequence[Ints | None]
+        self,
+        requests: Sequence[Request],
+        state: States,
+        known: Sequence[bool],
+        seen: Sequence[Ints | None],
+        users: Sequence[UserId | None],
     ) -> list[Answer]:
         times = np.array([request.time for request in requests], np.int64)
-        vectors = self._model.vectors(state, times)
+        vectors = self._model.vectors(state, times, users)
         catalogue = self._catalogue  # items may be added meanwhile
         places, scores = catalogue.search(vectors, max(request.k for request in requests), seen)
         counts, last = state.count.tolist(), state.last_time.tolist()
@@ -317,8 +324,7 @@ class Recommender:
         raw = self._model.composer.read(items)
         rows, unknown_values = self._model.composer.rows(raw)  # nothing is written of what cannot be taken
         with self._adding:
-            if self._new_items is not None:
-                self._new_items.append(items)
+            self._appender.add_items(items)
             return self._add_items(raw, rows, unknown_values)
 
     def _add_items(self, raw: RawFeatures, rows: Tensor, unknown_values: int) -> AddedItems:
@@ -344,7 +350,7 @@ class Recommender:
         catalogue = self._catalogue
         (index,) = catalogue.find_few([item_id])
         if index <= UNKNOWN:
-            raise ValueError(f"item {item_id!r} is not in the catalogue")
+            raise ValueError(f"item_id {item_id!r} is not in the catalogue")
         own = np.array([index], np.int64)
         vector = catalogue.vectors[int(np.searchsorted(catalogue.index, index))]
         places, scores = catalogue.search(vector[None], k, [own])
@@ -358,8 +364,9 @@ class Recommender:
         self.check(Request(user_id, time, k))
         state = self.states([user_id])
         if not int(state.count[0]):
-            raise ValueError(f"user {user_id!r} has no events")
-        vector = self._model.vectors(state, np.array([time], np.int64))[0].numpy()
+            raise ValueError(f"user_id {user_id!r} has no events")
+        (user,) = self.users.remembered([user_id])
+        vector = self._model.vectors(state, np.array([time], np.int64), [user])[0].numpy()
         return nearest_users(self.bundle, vector, user_id, k)
 
     # --- inspecting --------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.catalogue import LEFT_OUT, ItemIds
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.live_users import LiveUsers
+from fuxi_torchrec.serving.new_items import latest
 from fuxi_torchrec.serving.store import Content, Store, about_of
 
 logger = get_logger(__name__)
@@ -54,4 +55,5 @@ def replay(content: Content, manifest: Manifest, items: ItemIds, users: LiveUser
     if not same and len(after) > users.recent_events:
         logger.info("%d appended events are part of this export already", len(after) - users.recent_events)
     if store is not None and (not same or content.state.erased):
-        store.rewrite(about, [*forgotten.values(), *after])
+        kept = latest(content.items, manifest.item_file.id_column).values()
+        store.rewrite(about, [*forgotten.values(), *kept, *after])

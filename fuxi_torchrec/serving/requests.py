@@ -1,11 +1,13 @@
 """What a Recommender takes and answers, and the checks of both."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.times import check_event_time, check_time
 from fuxi_torchrec.export.bundle import ExportError, Manifest
 
@@ -170,6 +172,9 @@ class Checks:
         if feature is None:
             there = ", ".join(self._features) or "none"
             raise ValueError(f"event {n}: no feature {name!r}; there are {there}")
+        if feature.kind != "id":
+            _check_numbers(feature, value, f"event {n}: feature {name}")
+            return
         rows = self.rows.get(name)
         values = value if feature.multiple and isinstance(value, list | tuple) else [value]
         if rows is None:
@@ -178,6 +183,18 @@ class Checks:
             return
         if any(isinstance(v, bool) or not isinstance(v, int) or not 0 <= v < rows for v in values):
             raise ValueError(f"event {n}: feature {name} must be 0 to {rows - 1}, not {value!r}")
+
+
+def _check_numbers(feature: Feature, value: Any, what: str) -> None:
+    """A finite number, or so many of them as a vector has; None is missing."""
+    width = feature.width if feature.kind == "vector" else 0
+    given = value if width else [value]
+    if value is None:
+        return
+    if not isinstance(given, list | tuple) or (width and len(given) != width):
+        raise ValueError(f"{what} must be {width} numbers, not {value!r}")
+    if any(isinstance(v, bool) or not isinstance(v, int | float) or not math.isfinite(v) for v in given):
+        raise ValueError(f"{what} must be {'finite numbers' if width else 'a finite number'}, not {value!r}")
 
 
 def plain(values: Any) -> list[Any]:

@@ -1,8 +1,8 @@
-"""What a Recommender was told since its export: appended events and forgotten users, in a SQLite file.
+"""What a Recommender was told since its export: appended events, forgotten users and new items, in a SQLite file.
 
 ``events`` has them in the order in which they came. ``live`` are those that the export that is served lacks; the others
 are those that the export before lacked, so that one can go back to it. A row without an item says that the user was
-forgotten. ``state`` is a row about them.
+forgotten, one without a user too that an item was added. ``state`` is a row about them.
 
 Nothing that was acknowledged is lost in silence: each row has a checksum over its number too, ``state`` the number and
 sum of those until a row, later ones follow without a gap, and SQLite checks its pages on opening. A damaged write-ahead
@@ -16,7 +16,7 @@ import os
 import sqlite3
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -29,6 +29,7 @@ VERSION = 1
 STORE_FILE, MARK_FILE = "events.sqlite", "acknowledged"
 _MARK = struct.Struct("<QI")  # number of the last row, crc32
 _PAGE = 1024  # bytes: a commit of an event writes a page or two
+_LOG = 1000 * (_PAGE + 24)  # bytes that the write-ahead log has between checkpoints
 _WAIT = 10.0  # seconds, for a process that reads
 _TABLES = {
     "events": "CREATE TABLE events (seq INTEGER PRIMARY KEY, user, item, time, features, live, checksum)",
@@ -39,10 +40,10 @@ _UPDATE = "UPDATE state SET version = ?, export = ?, until = ?, rows = ?, checks
 
 
 class Row(NamedTuple):
-    """A row of the store; features are JSON, item and time None where the user was forgotten."""
+    """A row of the store; features are JSON, of an item that was added all that was said of it."""
 
     seq: int
-    user: UserId
+    user: Any
     item: Any
     time: Any
     features: str | None = None
@@ -80,6 +81,7 @@ class Content(NamedTuple):
     state: State
     events: list[Row]
     forgotten: list[Row]
+    items: list[Row]
     about: dict[str, Any]
 
 
@@ -132,8 +134,11 @@ def _read(path: Path, mode: str) -> Content:
         what = f"rows until {state.until} of {acknowledged} acknowledged ones are there ({path.name}-wal is damaged, or"
         raise _damaged(path, f"{what} an older copy was put in place: then delete {MARK_FILE})")
     found = [Row(*row[:-1]) for row in rows]
-    events, forgotten = ([row for row in found if (row.item is None) == gone] for gone in (False, True))
-    return Content(state, events, forgotten, json.loads(state.export))
+    items = [row for row in found if row.user is None]
+    events, forgotten = (
+        [row for row in found if row.user is not None and (row.item is None) == gone] for gone in (False, True)
+    )
+    return Content(state, events, forgotten, items, json.loads(state.export))
 
 
 def _connect(path: Path, mode: str) -> sqlite3.Connection:
@@ -205,6 +210,7 @@ class Store:
         self._database.execute("PRAGMA synchronous = FULL")
         self._database.execute("PRAGMA secure_delete = ON")
         self._acknowledge(content.state)
+        self._lengthen_log()
         return content
 
     @property
@@ -214,9 +220,16 @@ class Store:
 
     def append(self, events: Iterable[Event]) -> None:
         """Add events, in one commit."""
+        self._add((user, item, int(time), features) for user, item, time, features, _ in events)
+
+    def add_items(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Add what was said of items, in one commit."""
+        self._add((None, None, None, record) for record in records)
+
+    def _add(self, said: Iterable[tuple[Any, Any, int | None, Any]]) -> None:
         rows = [
-            _summed((seq, user, item, int(time), json.dumps(features) if features else None, 1))
-            for seq, (user, item, time, features, _) in enumerate(events, self._state.until + 1)
+            _summed((seq, user, item, time, json.dumps(features) if features else None, 1))
+            for seq, (user, item, time, features) in enumerate(said, self._state.until + 1)
         ]
         if not rows:
             return
@@ -240,6 +253,7 @@ class Store:
             busy = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if not busy:  # nobody reads what was before; otherwise the next start does it again
             self._change((), (), self._state._replace(erased=0))
+        self._lengthen_log()
 
     def _change(self, users: Sequence[UserId] | None, new: Iterable[tuple[Any, ...]], state: State) -> None:
         """Delete everything of users, or everything, and add rows, in one commit that leads to a state."""
@@ -257,6 +271,14 @@ class Store:
             database.execute(_UPDATE, _summed(state))
             database.execute("COMMIT")
         self._acknowledge(state)
+
+    def _lengthen_log(self) -> None:
+        """Zeros after the write-ahead log's end: commits then overwrite, and a sync has no new length to write too."""
+        self._database.execute("SELECT * FROM state").fetchall()  # so that there is one
+        with contextlib.suppress(OSError), self.path.with_name(f"{STORE_FILE}-wal").open("ab") as file:
+            file.write(bytes(max(0, _LOG - file.tell())))
+            file.flush()
+            os.fsync(file.fileno())
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The next item: a softmax over its score and those of candidates."""
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.encoders.base import setting
+from fuxi_torchrec.events.hashing import mix
 from fuxi_torchrec.options import check_bounds
 from fuxi_torchrec.tasks.base import Correction, Events, ItemSet, Metrics, TargetMaker, Targets, Task
 from fuxi_torchrec.tasks.rank_metrics import RankMetrics
@@ -36,6 +38,7 @@ class LossConfig:
     similarity: Literal["cosine", "dot"] = setting("cosine", "of queries and items, over the temperature")
     temperature: float = setting(0.05, "divides the scores", above=0)
     weighting: Weighting = setting("position", "a sequence of n targets weighs n, 1, or the root of n")
+    same_time: float = setting(1.0, "weight of targets at the time of the event before them: of one basket", least=0)
 
     def __post_init__(self) -> None:
         check_bounds(self, named=str)
@@ -57,8 +60,8 @@ class NextItem(Task):
         self.needs_target_counts = self.sampler.needs_target_counts
 
     def target_maker(self, items: ItemSet, seed: int) -> TargetMaker:
-        window = 0 if self.repeats is None else self.repeats.config.window
-        return NextItemTargets(self.sampler, self.config.weighting, items, seed, window)
+        repeats = RepeatsConfig() if self.repeats is None else self.repeats.config
+        return NextItemTargets(self.sampler, self.config.weighting, items, seed, repeats, self.config.same_time)
 
     def forward(self, outputs_PD: Tensor, item_rows_UD: Tensor, targets: Targets) -> dict[str, Tensor]:
         similarity, items, constants = self.config.similarity, targets.items, targets.constants
@@ -82,14 +85,17 @@ class NextItem(Task):
     def _with_repeats(self, repeats: RepeatBias, y_PD: Tensor, rows_UD: Tensor, targets: Targets) -> Tensor:
         items, constants = targets.items, targets.constants
         last_PW, drawn = constants["window"].long(), items["candidates"]
-        about = (constants[name] for name in ("window_counts", "window_times", "window_request_times"))
+        about = (constants[name] for name in ("window_counts", "window_gaps", "window_times", "window_request_times"))
         entries = Entries.of(last_PW, targets.positions, *about)
         rows_PW = items["inputs"].index_select(0, last_PW.clamp(min=0).flatten()).view(last_PW.shape)
-        none = drawn.new_zeros(0 if drawn.ndim == 2 else (len(y_PD), 0))
+        stands_for, each_own = constants["log_stands_for"], drawn.ndim == 2
         compared = Compared(
-            items["targets"],
-            torch.where(entries.there, rows_PW, -1),
-            *((none, None, drawn) if drawn.ndim == 2 else (drawn, constants.get("log_weights"), none)),
+            targets_P=items["targets"],
+            window_PW=torch.where(entries.there, rows_PW, -1),
+            pool_M=drawn.new_zeros(0) if each_own else drawn,
+            log_weights_M=None if each_own else constants.get("log_weights", drawn.new_zeros(len(drawn))) + stands_for,
+            own_PK=drawn if each_own else drawn.new_zeros(len(y_PD), 0),
+            own_log_weight=stands_for,
         )
         queries_PD = y_PD / self.config.temperature
         shifted_PD = queries_PD + repeats.shift(y_PD)
@@ -115,7 +121,8 @@ class NextItem(Task):
         items, offsets = events.items.numpy(), events.offsets.numpy()
         found = find_windows(items, offsets, self.repeats.config.window, last.numpy())
         windows = torch.from_numpy(np.ascontiguousarray(found.last))
-        entries = Entries.of(windows, last, torch.from_numpy(found.counts), events.timestamps, request_times.cpu())
+        counts, gaps = torch.from_numpy(found.counts), torch.from_numpy(found.gaps(np.arange(len(items))))
+        entries = Entries.of(windows, last, counts, gaps, events.timestamps, request_times.cpu())
         ids = torch.where(entries.there, events.items[windows], 0)
         y_BD, temperature = scaled_items(outputs_BD, self.config.similarity), self.config.temperature
         bias, shift = self.repeats(y_BD, entries.to(y_BD.device)), self.repeats.shift(y_BD)
@@ -133,14 +140,20 @@ class NextItemTargets:
     weighting: Weighting
     items: ItemSet
     seed: int
-    window: int = 0  # distinct items before each target that it is told of
+    repeats: RepeatsConfig = field(default_factory=RepeatsConfig)  # of the window before each target that it is told of
+    same_time: float = 1.0
 
     def __call__(self, epoch: int, step: int, events: Events) -> Targets:
-        weights = sequence_weights(events, self.weighting)
+        weights = sequence_weights(events, self.weighting, self.same_time)
         positions = torch.nonzero(weights > 0).squeeze(1)
         found = self.sampler.draw(self.items, Draw(self.seed, epoch, step, events, positions))
         targets = compared(events, positions, weights[positions], found)
-        return with_windows(targets, events, self.window) if self.window else targets
+        if not self.repeats.window:
+            return targets
+        times = asked_at_last(events, request_times(events), self.repeats.at_last, self.seed, epoch)
+        targets = with_windows(targets, events, self.repeats.window, times)
+        stands_for = torch.tensor(math.log(self.sampler.stands_for(self.items)))
+        return replace(targets, constants=targets.constants | {"log_stands_for": stands_for})
 
 
 def compared(events: Events, positions: Tensor, weights: Tensor, candidates: Candidates) -> Targets:
@@ -157,14 +170,15 @@ def compared(events: Events, positions: Tensor, weights: Tensor, candidates: Can
     return Targets(positions, weights, items, constants)
 
 
-def with_windows(targets: Targets, events: Events, width: int) -> Targets:
-    """With the last distinct items before each target, from the same events that the encoder reads."""
+def with_windows(targets: Targets, events: Events, width: int, times: Tensor) -> Targets:
+    """With the last distinct items before each target, of the events that the encoder reads, asked at ``times``."""
     found = find_windows(events.items.numpy(), events.offsets.numpy(), width, targets.positions.numpy())
     constants = {
         "window": torch.from_numpy(np.ascontiguousarray(found.last, np.int32)),
         "window_counts": torch.from_numpy(found.counts),
+        "window_gaps": torch.from_numpy(found.gaps(np.arange(len(found.previous)))),
         "window_times": events.timestamps,
-        "window_request_times": request_times(events)[targets.positions],
+        "window_request_times": times[targets.positions],
     }
     return replace(targets, items=targets.items | {"inputs": events.items}, constants=targets.constants | constants)
 
@@ -177,11 +191,25 @@ def request_times(events: Events) -> Tensor:
     return times
 
 
-def sequence_weights(events: Events, weighting: Weighting) -> Tensor:
-    """(T,) weights of the targets: a sequence of n targets weighs n (position), 1 (user) or the root of n (sqrt)."""
+def asked_at_last(events: Events, times: Tensor, share: float, seed: int, epoch: int) -> Tensor:
+    """The request times, for a share of the events their own: by user, time and item, whatever the rank."""
+    user = np.repeat(events.users.numpy(), events.offsets.diff().numpy())
+    bits = mix(seed, epoch, user, events.timestamps.numpy(), events.items.numpy())
+    return torch.where(torch.from_numpy((bits >> np.uint64(11)) < share * 2.0**53), events.timestamps, times)
+
+
+def sequence_weights(events: Events, weighting: Weighting, same_time: float = 1.0) -> Tensor:
+    """(T,) weights of the targets: a sequence of n targets weighs n (position), 1 (user) or the root of n (sqrt).
+
+    Args:
+        same_time: how much targets at the time of the event before them weigh, beside others.
+    """
+    weights = events.target_weights
+    if same_time != 1.0:
+        weights = torch.where(request_times(events) == events.timestamps, same_time * weights, weights)
     if weighting == "position":
-        return events.target_weights
+        return weights
     count = len(events.users)
     sequence = torch.repeat_interleave(torch.arange(count), events.offsets.diff())
-    total = torch.zeros(count).index_add_(0, sequence, events.target_weights).clamp(min=1e-12)
-    return events.target_weights / (total if weighting == "user" else total.sqrt())[sequence]
+    total = torch.zeros(count).index_add_(0, sequence, weights).clamp(min=1e-12)
+    return weights / (total if weighting == "user" else total.sqrt())[sequence]

@@ -1,7 +1,8 @@
 """The loss with a bias for the items of each position's window.
 
 Candidates of a position are its window, and what a sampler drew but for items of the window: each item of the window
-counts once. The gradients are computed together with the loss, some positions at a time.
+counts once, and a draw as often as it stands for items that were not drawn, so that both are on one scale. The
+gradients are computed together with the loss, some positions at a time.
 """
 
 from typing import NamedTuple
@@ -23,6 +24,7 @@ class Compared(NamedTuple):
         pool_M: distinct candidates of all positions.
         log_weights_M: added to the scores of those outside of the window; None for 0.
         own_PK: candidates of each position.
+        own_log_weight: () added to their scores.
     """
 
     targets_P: Tensor
@@ -30,6 +32,7 @@ class Compared(NamedTuple):
     pool_M: Tensor
     log_weights_M: Tensor | None
     own_PK: Tensor
+    own_log_weight: Tensor
 
 
 def repeat_softmax(
@@ -37,8 +40,8 @@ def repeat_softmax(
 ) -> Tensor:
     """``Σ_p weight_p · (log Σ_c exp(s_pc) − s_pt)`` over p's candidates c and its target t.
 
-    ``s_pc = shifted_p·e_c + bias_pc`` for items of the window, ``queries_p·e_c``, with the log weight where c is of the
-    pool, for all others.
+    ``s_pc = shifted_p·e_c + bias_pc`` for items of the window, ``queries_p·e_c``, with the log weight where c was
+    drawn, for all others.
 
     Args:
         queries_PD, shifted_PD, rows_UD: scaled.
@@ -57,6 +60,7 @@ def _repeat_softmax(
     pool_M: Tensor,
     log_weights_M: Tensor | None,
     own_PK: Tensor,
+    own_log_weight: Tensor,
     weights_P: Tensor,
     with_gradients: bool,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -82,6 +86,7 @@ def _repeat_softmax(
         pool, own, window, target = logits_CN.split([M + 1, K, W, 1], 1)
         torch.addmm(weight_M, q_CD, pool_MD.T, out=pool[:, :M])
         torch.bmm(rows_CND[:, :K], q_CD[..., None], out=own[..., None])
+        own.add_(own_log_weight.to(own.dtype))
         torch.bmm(rows_CND[:, K : K + W], s_CD[..., None], out=window[..., None])
         target.copy_((rows_CND[:, -1] * q_CD).sum(1, keepdim=True))
         window.add_(bias_PW[part]).masked_fill_(window_CW < 0, -torch.inf)

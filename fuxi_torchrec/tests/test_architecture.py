@@ -1,11 +1,14 @@
 """The boxes and what each may import: dependencies point downwards only."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from fuxi_torchrec import encoders
 
 PACKAGE = Path(__file__).parents[1]
 ROOT = PACKAGE.parent
@@ -36,7 +39,7 @@ ALLOWED = {
     },
     "evaluation": {
         *("training", "tasks", "embeddings", "data", "events", "encoders"),
-        *("config", "logging", "distributed", "errors", "options"),
+        *("config", "logging", "distributed", "artifacts", "errors", "options"),
     },
     "export": {
         *("evaluation", "training", "embeddings", "data", "events", "encoders"),
@@ -59,6 +62,10 @@ def box_of(path):
 
 def sources():
     return [p for p in sorted(PACKAGE.rglob("*.py")) if "tests" not in p.parts and p != PACKAGE / "__init__.py"]
+
+
+def pipelines():
+    return [path for path in sorted((ROOT / "pipelines").rglob("*.py")) if "tests" not in path.parts]
 
 
 def imports_of(path):
@@ -100,10 +107,9 @@ def test_nothing_is_allowed_that_nobody_needs():
 
 def test_nobody_outside_encoders_names_one_of_them():
     """A new encoder touches its own file and the registry."""
-    names = {path.name for path in (PACKAGE / "encoders").iterdir() if (path / "encoder.py").exists()}
-    assert "fuxi_linear" in names
-    pipelines = [path for path in (ROOT / "pipelines").rglob("*.py") if "tests" not in path.parts]
-    for path in [*(path for path in sources() if box_of(path) != "encoders"), *pipelines]:
+    names = set(encoders.kinds())
+    assert {"fuxi_linear", "hstu"} < names
+    for path in [*(path for path in sources() if box_of(path) != "encoders"), *pipelines()]:
         for node in ast.walk(ast.parse(path.read_text())):
             words = [node.id] if isinstance(node, ast.Name) else []
             words += [node.attr] if isinstance(node, ast.Attribute) else []
@@ -117,6 +123,17 @@ def test_nobody_outside_encoders_names_one_of_them():
 
 def test_no_box_is_forgotten():
     assert {box_of(p) for p in sources()} <= set(ALLOWED)
+
+
+def test_readme_and_contributing_name_every_box_and_page_and_no_other():
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")} - {"tests"}
+    rows = [line.split("|")[1] for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    named = re.findall(r"`(?:fuxi_torchrec/)?(\w+)`", " ".join(row for row in rows if "fuxi_torchrec/" in row))
+    assert set(named) == folders
+    (shown,) = (line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `docs/` |"))
+    assert set(re.findall(r"\(docs/([\w-]+\.md)\)", shown)) == {path.name for path in (ROOT / "docs").glob("*.md")}
+    table = re.findall(r"(?m)^\| `(\w+\.py)` \|", (ROOT / "docs" / "contributing.md").read_text())
+    assert set(table) == {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
 
 
 def test_importing_the_package_brings_nothing_heavy():
@@ -137,6 +154,14 @@ def test_every_public_name_is_there_and_the_functions_stay_functions_whatever_wa
         fuxi_torchrec.exprot  # noqa: B018
 
 
+def test_every_public_name_has_an_example_that_runs():
+    import fuxi_torchrec
+
+    examples = " ".join(line for path in sources() for line in path.read_text().splitlines() if ">>> " in line)
+    for name in set(fuxi_torchrec.__all__) - {"__version__"}:
+        assert re.search(rf"\b{name}\(|\b{name}\.", examples), f"{name}: no doctest uses it"
+
+
 def test_preparing_and_serving_need_no_torchrec():
     code = (
         "import sys; from fuxi_torchrec import Bundle, Recommender, load_config, prepare, refresh\n"
@@ -148,13 +173,15 @@ def test_preparing_and_serving_need_no_torchrec():
 
 
 def test_files_and_functions_fit_in_a_head():
-    for path in sources():
+    for path in [PACKAGE / "__init__.py", *sources(), *pipelines(), *(ROOT / "benchmarks").rglob("*.py")]:
         text = path.read_text()
         assert len(text.splitlines()) <= 400, f"{path}: {len(text.splitlines())} lines"
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 assert lines <= 80, f"{path}: {node.name} has {lines} lines"
+    for path in [*PACKAGE.rglob("*.cpp"), *PACKAGE.rglob("*.h")]:
+        assert len(path.read_text().splitlines()) <= 400, path
 
 
 def test_serving_needs_neither_torchrec_nor_training():

@@ -21,12 +21,12 @@ def test_the_keys_are_frozen():
         "num_workers cache_mib",
         "batch": "events users max_length truncation streams shuffle_blocks max_events_per_rank",
         "model": "kind dim num_layers num_heads max_positions temporal_periods kernel_dim ffn_dim dropout preset "
-        "use_retention use_positional use_temporal temporal_phases temporal_mix temporal_half_life "
+        "use_retention use_positional use_temporal temporal positional temporal_phases temporal_mix temporal_half_life "
         "learn_temporal_decay activation_checkpointing retention_chunk positional_chunk temporal_chunk",
         "tables": "init_std sharding",
         "features": "event item user id_dropout",
-        "task": "kind repeats.window repeats.periods",
-        "loss": "negatives num_negatives similarity temperature weighting",
+        "task": "kind repeats.window repeats.periods repeats.at_last repeats.without",
+        "loss": "negatives num_negatives similarity temperature weighting same_time",
         "optimizer": "kind lr table_lr scalar_lr betas eps weight_decay clip_norm warmup_steps "
         "lr_schedule decay_steps min_lr_factor",
         "train": "epochs max_steps precision pipeline",

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from fuxi_torchrec.config import Config
 from fuxi_torchrec.embeddings.inputs import ModelInput
-from fuxi_torchrec.embeddings.rows import FeatureRows, ItemLookup, pooled
+from fuxi_torchrec.embeddings.rows import FeatureCollection, FeatureRows, ItemLookup, pooled
 from fuxi_torchrec.embeddings.tables import Tables, collection
 from fuxi_torchrec.encoders import make_encoder
 from fuxi_torchrec.encoders.base import SequenceEncoder
@@ -52,7 +52,12 @@ class SequenceModel(nn.Module):
 
     def item_lookup(self) -> ItemLookup:
         """Rows of items as the task compares them, by id: its boundary for those who have no batch."""
-        return ItemLookup(self.items, self.item_features, self.head.item_pooling, self.head.item_projection)
+        head = self.head
+        return ItemLookup(self.items, FeatureCollection(self.item_features, head.item_pooling, head.item_projection))
+
+    def user_lookup(self) -> FeatureCollection:
+        """What features of users add to their queries."""
+        return FeatureCollection(self.user_features, self.head.user_pooling, self.head.user_projection)
 
 
 class Head(nn.Module):
@@ -66,6 +71,7 @@ class Head(nn.Module):
         self.item_pooling = {table.feature: table.pooling for table in tables.of_items}
         self.user_pooling = {table.feature: table.pooling for table in tables.of_users}
         std, dim = config.tables.init_std, config.model.dim
+        self.event_projection = _projection(tables.event_inputs, dim, std)
         self.item_projection = _projection(tables.item_inputs, dim, std)
         self.user_projection = _projection(tables.user_inputs, dim, std)
         self.autocast = config.train.precision == "bfloat16"
@@ -102,6 +108,8 @@ class Head(nn.Module):
     def event_rows(self, item_rows: Tensor, feature_rows: FeatureRows | None, batch: ModelInput) -> Tensor:
         """(T, D) the item's row plus those of the features."""
         rows_TD = item_rows.index_select(0, batch.input_rows)
+        if self.event_projection is not None:
+            rows_TD = rows_TD + self.event_projection(batch.event_numbers)
         if feature_rows is None:
             return rows_TD
         assert batch.features is not None

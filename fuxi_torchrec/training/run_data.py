@@ -141,7 +141,7 @@ def _open(config: Config) -> tuple[Dataset, Tables, Reader]:
             f"{config.data.time_unit}: set it, and model.temporal_periods in the same unit"
         )
     tables, cache = tables_for(config, dataset.info), config.data.cache_mib * 2**20
-    return dataset, tables, Reader(dataset, tables.feature_names, config.data.on_bad_rows, cache)
+    return dataset, tables, Reader(dataset, tables.event_names, config.data.on_bad_rows, cache)
 
 
 def _read_items(directory: RunDirectory, dataset: Dataset) -> KnownItems:

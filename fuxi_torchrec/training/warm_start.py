@@ -116,13 +116,15 @@ def _check(other: Path, found: Identity, own: Identity, dataset: Dataset, model:
 
 
 def _check_features(other: Path, found: Identity, dataset: Dataset) -> None:
-    """Texts of features must have kept their rows, as far as the other run's dataset is there to tell."""
+    """Texts of features must have kept their rows, and numbers what they are standardised by, as far as the other run's
+    dataset is there to tell.
+    """
     config = RunDirectory(other).read_config()
     wanted = [
         (owner, f.name)
         for owner in OWNERS
         for f in dataset.info.features_of(owner)
-        if f.vocabulary and f.name in config.features.of(owner)
+        if (f.vocabulary or f.kind != "id") and f.name in config.features.of(owner)
     ]
     names = [name for _, name in wanted]
     if not names or found.dataset == dataset.info.fingerprint:
@@ -131,10 +133,20 @@ def _check_features(other: Path, found: Identity, dataset: Dataset) -> None:
         theirs = Dataset.open(config.data.path)
         if theirs.info.fingerprint != found.dataset:
             raise DataError(f"{theirs.path} is not the run's dataset any more")
-        values = {(owner, name): theirs.feature_values(name, owner) for owner, name in wanted}
+        about = {(owner, f.name): f for owner in OWNERS for f in theirs.info.features_of(owner)}
+        here = {(owner, f.name): f for owner in OWNERS for f in dataset.info.features_of(owner)}
+        texts = [each for each in wanted if here[each].vocabulary]
+        values = {(owner, name): theirs.feature_values(name, owner) for owner, name in texts}
     except DataError as error:
         logger.warning("--init-from %s: values of %s cannot be compared: %s", other, ", ".join(names), error)
         return
+    for each in wanted:
+        was, now = ((f.kind, f.boundaries, f.mean, f.deviation) for f in (about.get(each, here[each]), here[each]))
+        if was != now:
+            raise TrainingError(
+                f"--init-from {other}: the feature {each[1]} has other statistics, or is of another kind, than in "
+                f"{theirs.path}: prepare the dataset with --extend over that run's"
+            )
     for (owner, name), old in values.items():
         ours = dataset.feature_values(name, owner)
         if not ours[: len(old)].equals(old.cast(ours.type)):

@@ -96,7 +96,7 @@ class ExportStageConfig:
 class JobsConfig:
     """How TorchX runs the stages."""
 
-    processes: str = _key("1x2", "nodes x ranks per node of training, evaluation and export")
+    ranks: str = _key("1x2", "nodes x ranks per node of training, evaluation and export")
     image: str = _key(IMAGE, "container image, for clusters")
     cpu: int = _key(2, "cores per node")
     gpu: int = _key(0, "GPUs per node")
@@ -113,8 +113,8 @@ class JobsConfig:
     )
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"(\d+:)?\d+x\d+", self.processes):
-            raise ValueError(f"processes is nodes x ranks per node, such as 1x2 or 2x8, not {self.processes!r}")
+        if not re.fullmatch(r"(\d+:)?\d+x\d+", self.ranks):
+            raise ValueError(f"ranks is nodes x ranks per node, such as 1x2 or 2x8, not {self.ranks!r}")
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ class Job:
     arguments: tuple[str, ...]
     grouped: bool = True
 
-    def command(self, processes: str) -> str:
+    def command(self, ranks: str) -> str:
         """As a person would type it."""
-        start = f"torchx run dist.ddp -j {processes} -m {self.module} --"
+        start = f"torchx run dist.ddp -j {ranks} -m {self.module} --"
         return f"{start if self.grouped else f'python -m {self.module}'} {shlex.join(self.arguments)}"
 
 
@@ -57,7 +57,7 @@ class TorchXJobs:
 
     def request(self, job: Job) -> Any:
         """What would be submitted, printable; a job that cannot be made is refused."""
-        what_to_do = "see jobs.processes, host, mounts, scheduler_options"
+        what_to_do = "see jobs.ranks, host, mounts, scheduler_options"
         with _as_stage_error(f"{job.stage}: no job for {self.scheduler} can be made", what_to_do):
             return self.runner.dryrun(self._app(job), self.scheduler, self._options())
 
@@ -69,7 +69,7 @@ class TorchXJobs:
         name = f"daily-{job.stage}-{job.day}"
         if job.grouped:
             common |= {key: getattr(config, key) for key in ("gpu", "threads", "restarts")}
-            app = components.group(*job.arguments, name=f"daily/{name}", j=config.processes, **common)
+            app = components.group(*job.arguments, name=f"daily/{name}", j=config.ranks, **common)
         else:
             app = components.single(*job.arguments, name=name, **common)
         if self.scheduler in LOCAL:  # a cluster's job goes on without the pipeline, one here ends with it
@@ -138,7 +138,7 @@ class TorchXJobs:
             time.sleep(self.config.poll_seconds)
         raise DailyError(
             f"{self.scheduler} does not say how {handle} is: {problem}; it may still run. Run again to go on with it; "
-            f"if it surely does not run, set this job to null in {self.root / STATE} first"
+            f"if it surely does not run, set this job to null in {self.root / STATE} and take out its checksum first"
         )
 
 

@@ -172,7 +172,7 @@ class Daily:
         for _ in range(1 + self.config.jobs.relaunches):
             noted = self.state.start(day, stage)
             preempted.unlink(missing_ok=True)  # of the launch before: this one has to write its own
-            print(f"  {stage}: {job.command(self.config.jobs.processes)}", flush=True)
+            print(f"  {stage}: {job.command(self.config.jobs.ranks)}", flush=True)
             noted.job = self.jobs.submit(job)
             self.state.save()
             ended = self.jobs.follow(noted.job)

@@ -11,7 +11,6 @@ ROOT/published       link to a release; moved in one step
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fuxi_torchrec.artifacts import lock, sync, write_atomically
-from fuxi_torchrec.schema import Record, read_json
+from fuxi_torchrec.schema import CHECKSUM, Record, read_json, sealed
 
 VERSION = 2
 STATE, LOCK, JOB_LOCK, RELEASE = "state.json", ".lock", ".job.lock", "release.json"
@@ -135,11 +134,12 @@ class State:
             advice = "move it away: published days are known without it, one on its way is done again with --redo"
             version = ("version", VERSION)
             text = self.path.read_bytes()
-            self.days = read_json(_StateFile, text, self.path, DailyError, advice, version=version).days
+            seal = CHECKSUM.encode() in text  # who changes it by hand leaves that out
+            self.days = read_json(_StateFile, text, self.path, DailyError, advice, version=version, seal=seal).days
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.path, json.dumps(asdict(_StateFile(VERSION, self.days)), indent=1) + "\n")
+        write_atomically(self.path, sealed(asdict(_StateFile(VERSION, self.days))))
 
     def look(self, day: str) -> Day:
         """A day's record; a new one is not kept."""
@@ -188,7 +188,8 @@ class Releases:
         if not path.exists():
             found = sorted(path.parent.name for path in self.layout.root.glob(f"releases/*/{RELEASE}"))
             raise DailyError(f"day {day} was never published; published were: {', '.join(found) or 'none'}")
-        return read_json(Release, path.read_bytes(), path, DailyError, "restore it, or point published elsewhere")
+        text, advice = path.read_bytes(), "restore it, or point published elsewhere"
+        return read_json(Release, text, path, DailyError, advice, seal=CHECKSUM.encode() in text)
 
     def current(self) -> Release | None:
         """What is published now."""
@@ -260,7 +261,7 @@ class Releases:
         (aside / "export").symlink_to(f"../../exports/{release.day}")
         (aside / "run").symlink_to(f"../../runs/{release.trained}")
         (aside / "data").symlink_to(f"../../data/{release.trained}")
-        write_atomically(aside / RELEASE, json.dumps(asdict(release), indent=1) + "\n")
+        write_atomically(aside / RELEASE, sealed(asdict(release)))
         os.rename(aside, place)
         sync(place.parent)
 

@@ -59,7 +59,7 @@ def dry_run(daily: Daily, day: str | None) -> None:
             print(f"{stage}: in this process")
             continue
         job = daily.stages.job(stage, day, record)
-        print(f"{stage}: {job.command(daily.config.jobs.processes)}")
+        print(f"{stage}: {job.command(daily.config.jobs.ranks)}")
         request = daily.jobs.request(job)
         if daily.jobs.scheduler not in LOCAL:
             print(request)

@@ -715,16 +715,37 @@ def test_the_state_comes_back_as_it_was_written_and_a_damaged_file_is_named(tmp_
         name: dataclasses.asdict(day) for name, day in state.days.items()
     }
     assert again.days["0"].stages["prepare"].job == "slurm://torchx/7"
-    assert again.days["0"].stages["prepare"].took() == "0 s"
-    text = state.path.read_text()
+    assert again.days["0"].stages["prepare"].took().endswith(" s")
+    text, plain = state.path.read_text(), json.loads(state.path.read_text())
+    del plain["checksum"]  # as somebody does who changes it by hand
     for broken, what in (
         (text[:-9], "not readable as JSON"),
         (text.replace('"version": 2', '"version": 1'), "version 1, this software reads version 2"),
-        (text.replace('"attempts": 1', '"attempts": "many"', 1), "days.0.stages.prepare.attempts = 'many'"),
+        (text.replace('"attempts": 1', '"attempts": 2', 1), "damaged, or changed since it was written"),
+        (
+            json.dumps(plain).replace('"attempts": 1', '"attempts": "many"', 1),
+            "days.0.stages.prepare.attempts = 'many'",
+        ),
     ):
         state.path.write_text(broken)
         with pytest.raises(DailyError, match=rf"state.json: {what}.*; move it away"):
             State(tmp_path)
+
+
+def test_a_flipped_bit_in_a_release_is_refused_or_changes_nothing(tmp_path):
+    releases = Releases(Layout(tmp_path))
+    releases.publish(Release("0", "0", Evaluation("test", False, "step-1", 1, "data", 9, {"mrr": 0.5})))
+    path, release = tmp_path / "releases" / "0" / "release.json", releases.read("0")
+    text = path.read_bytes()
+    for bit in range(0, 8 * len(text), 7):
+        damaged = bytearray(text)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found, told = releases.read("0"), str(path)
+        except DailyError as error:
+            found, told = release, str(error)
+        assert found == release and str(path) in told
 
 
 def test_a_lock_is_held_by_one(tmp_path):

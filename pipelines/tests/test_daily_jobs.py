@@ -125,16 +125,16 @@ def test_a_job_on_this_machine_ends_with_the_pipeline_and_one_of_a_cluster_does_
 def test_a_job_that_cannot_be_made_is_refused_in_words(tmp_path, settings):
     with get_runner() as runner:
         jobs = daily_jobs.TorchXJobs(runner, "local_cwd", JobsConfig(**settings), tmp_path)
-        with pytest.raises(StageError, match=r"train: no job for local_cwd can be made: .*see jobs.processes, host"):
+        with pytest.raises(StageError, match=r"train: no job for local_cwd can be made: .*see jobs.ranks, host"):
             jobs.request(JOB)
         daily_jobs.TorchXJobs(runner, "local_cwd", JobsConfig(), tmp_path).request(JOB)
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("processes", ["2x", "x2", "two", "1x2x3", ""])
-def test_a_number_of_processes_that_is_none_is_refused(processes):
-    with pytest.raises(ConfigError, match=r"jobs.*processes is nodes x ranks per node"):
-        strict_yaml.load(DailyConfig, None, [f'jobs.processes="{processes}"'])
+@pytest.mark.parametrize("ranks", ["2x", "x2", "two", "1x2x3", ""])
+def test_ranks_that_are_none_are_refused(ranks):
+    with pytest.raises(ConfigError, match=r"jobs.*ranks is nodes x ranks per node"):
+        strict_yaml.load(DailyConfig, None, [f'jobs.ranks="{ranks}"'])
 
 
 def test_what_a_scheduler_raises_when_it_is_given_a_job_is_a_failed_stage(tmp_path):

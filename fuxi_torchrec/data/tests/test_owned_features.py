@@ -9,7 +9,9 @@ import pytest
 
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.prepare import PrepareOptions, prepare
+from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.feature_files import read_features
 from fuxi_torchrec.events.feature_table import FeatureTable
 from fuxi_torchrec.events.sources import events
 
@@ -28,7 +30,7 @@ COLUMNS = "brand tags:id:| price level:bucket:2 text title:display"
 
 
 def write(path, columns):
-    pq.write_table(pa.table(columns), path)
+    pq.write_table(pa.table(columns), path, write_page_checksum=True)
     return path
 
 
@@ -166,3 +168,16 @@ def test_users_have_features_too(tmp_path):
     assert table.filled.tolist() == [False, False, True]  # nobody, u1, u2
     assert table.values["age"].tolist() == [0, 0, 1]
     assert dataset.info.user_features.without == 1
+
+
+@pytest.mark.parametrize("name", ["item_id", "brand", "price", "title"])
+def test_damage_in_a_page_of_a_file_of_features_is_found_where_there_are_checksums(tmp_path, name):
+    file = write(tmp_path / "items.parquet", ITEMS)
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    (chunk,) = [c for n in range(group.num_columns) if (c := group.column(n)).path_in_schema == name]
+    start = chunk.dictionary_page_offset or chunk.data_page_offset
+    data = bytearray(file.read_bytes())
+    data[start + chunk.total_compressed_size - 1] ^= 1
+    file.write_bytes(data)
+    with Database(in_memory=True) as database, pytest.raises(DataError, match=f"damaged, column {name}, "):
+        read_features(database, str(file), "item_id")

@@ -43,6 +43,12 @@ FEATURES = (
 OF_USERS = (Feature("age", rows=AGES, vocabulary=True, owner="user"), replace(FEATURES[1], name="score", owner="user"))
 
 
+OF_EVENTS = (
+    Feature("watched", kind="number", width=1, mean=1.0, deviation=2.0),
+    Feature("scene", kind="vector", width=2),
+)
+
+
 def feature_table(features, rows, seed):
     """Random features of so many rows; some rows have none, some numbers are missing."""
     draw = np.random.default_rng(seed)
@@ -77,6 +83,7 @@ def tables_of(sharding):
             Table("item_feature_tags", "tags", TAGS, DIM, sharding, "mean"),
         ),
         (Table("user_feature_age", "age", AGES, DIM, sharding),),
+        numbers=OF_EVENTS,
         item_inputs=6,
         user_inputs=2,
     )
@@ -84,6 +91,9 @@ def tables_of(sharding):
 
 def input_of(rank, tables, about, step):
     batch = random_batch(SEQUENCES[rank], [7, rank], items=ITEMS)
+    batch.features.update(
+        feature_table(OF_EVENTS, len(batch.items) + 1, [5, rank]).take(np.arange(len(batch.items))).numbers
+    )
     draw = np.random.default_rng(9)
     pool = np.sort(draw.choice(np.arange(1, ITEMS), 6, replace=False))
     targets = targets_of(batch, Candidates(pool, draw.normal(size=6).astype(np.float32)))
@@ -151,7 +161,7 @@ def compare(sharding, dropout):
     (ready,) = agree([own], tables.needs_equal_bags)
     unique = np.unique(np.concatenate([batch.items, *(x.reshape(-1) for x in item_ids(batch))]))
     with torch.no_grad():
-        head, (ids, _, of_items, of_users) = model.module.head, model.module._lookup(ready)
+        head, (ids, features, of_items, of_users) = model.module.head, model.module._lookup(ready)
         expected = values["item_table"][about.items.rows_of(unique, step).tolist()] + rows_by_hand(
             values, head.item_projection.weight, about.items.table, FEATURES, "item_feature_", unique
         )
@@ -161,6 +171,15 @@ def compare(sharding, dropout):
             np.arange(1, len(batch) + 1),
         )
         close(head.user_rows(of_users, ready), users)
+        numbers = FeatureTable(
+            OF_EVENTS, {}, {f.name: batch.features[f.name] for f in OF_EVENTS}, np.ones(len(batch.items), bool)
+        )
+        every = np.arange(len(batch.items))
+        events = rows_by_hand({}, head.event_projection.weight, numbers, OF_EVENTS, "", every)
+        place = {item: row for row, item in enumerate(unique.tolist())}
+        own = head.item_rows(ids, of_items, ready)[[place[item] for item in batch.items.tolist()]]
+        events = events + own + values["feature_action"][batch.features["action"].tolist()]
+        close(head.event_rows(head.item_rows(ids, of_items, ready), features, ready), events)
     loss, _ = model(ready)
     loss.backward()
     total = loss.detach().clone()

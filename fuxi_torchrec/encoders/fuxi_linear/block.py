@@ -1,25 +1,20 @@
 """One block: norm, one projection, three channels, gated merge, multi-stage feed-forward network."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fuxi_torchrec.encoders.fuxi_linear.channels import (
-    Channel,
-    Form,
-    PositionalChannel,
-    RetentionChannel,
-    Step,
-    TemporalChannel,
-)
+from fuxi_torchrec.encoders.fuxi_linear.channels import Channel, Form, PositionalChannel, Step, TemporalChannel
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences
+from fuxi_torchrec.encoders.fuxi_linear.variants import positional_channel, retention_channel, temporal_channel
 from fuxi_torchrec.encoders.norms import layer_norm, rms_norm
 from fuxi_torchrec.ops import backends
 from fuxi_torchrec.ops.native import block as native
+from fuxi_torchrec.ops.native import rows as by_row
 from fuxi_torchrec.ops.product import product
 from fuxi_torchrec.ops.triton import Shape
 from fuxi_torchrec.ops.triton import block as triton
@@ -44,16 +39,17 @@ class Block(nn.Module):
     With ``shared_decay``, a temporal channel, the decays of this block's are that one's.
     """
 
-    def __init__(self, config: FuXiLinearConfig, shared_decay: TemporalChannel | None = None) -> None:
+    def __init__(self, config: FuXiLinearConfig, shared_decay: Channel | None = None) -> None:
         super().__init__()
         backends.found()  # loaded now, and not while a compiler looks on
         d, hidden = config.dim, config.hidden_dim
         self.official = config.preset == "official"
         self.norm = layer_norm if self.official else rms_norm
         # in the order of the merge
-        self.retention = RetentionChannel(config) if config.use_retention else None
-        self.temporal = TemporalChannel(config, shared_decay) if config.use_temporal else None
-        self.positional = PositionalChannel(config) if config.use_positional else None
+        self.retention = retention_channel(config)
+        self.temporal = temporal_channel(config, shared_decay)
+        self.positional = positional_channel(config)
+        self.whole = config.whole
         # columns: u of every channel, then each channel's own
         self.gate_dim = d * len(self.channels)
         self.widths = [self.gate_dim, *(channel.columns for channel in self.channels.values())]
@@ -64,7 +60,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self._slots: _Slots | None = None
         shape = Shape(d, config.num_heads, config.num_scales, config.kernel_dim)
-        self._shape = shape if len(self.channels) == 3 else None
+        self._shape = shape if config.whole else None
 
     @property
     def channels(self) -> dict[str, Channel]:
@@ -76,8 +72,8 @@ class Block(nn.Module):
         for weight in (self.in_proj, self.out_proj, self.ffn_in, self.ffn_out):
             nn.init.normal_(weight, std=0.02)
         bound = self.in_proj.shape[0] ** -0.5
-        for name, channel, part in self._with(self.in_proj.detach().split(self.widths, dim=1)[1:]):
-            if name != "retention":
+        for _, channel, part in self._with(self.in_proj.detach().split(self.widths, dim=1)[1:]):
+            if channel.uniform_values:
                 nn.init.uniform_(part, -bound, bound)
             channel.reset_parameters()
 
@@ -92,20 +88,11 @@ class Block(nn.Module):
 
     def merge(self, x_TD: Tensor, u: Tensor, ys: Sequence[Tensor]) -> Tensor:
         """Norm and gate the channels' rows, mix them, and run the feed-forward network."""
-        return self.mix(x_TD, torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u)
-
-    def mix(
-        self,
-        x_TD: Tensor,
-        gated: Tensor,
-        times: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
-        norm: Callable[[Tensor], Tensor] = rms_norm,
-    ) -> Tensor:
-        """From the gated channels to the block's output."""
+        gated = torch.cat([self.norm(y) for y in ys], dim=-1).to(u.dtype) * u
         # not addmm: it rounds onto the residual at every step of the sum when there are one or two rows
-        z = times(self.dropout(gated), self.out_proj) + x_TD
-        linear, gate = times(self.dropout(norm(z)), self.ffn_in).chunk(2, dim=-1)
-        return times(linear * F.silu(gate), self.ffn_out) + z
+        z = self.dropout(gated) @ self.out_proj + x_TD
+        linear, gate = (self.dropout(rms_norm(z)) @ self.ffn_in).chunk(2, dim=-1)
+        return (linear * F.silu(gate)) @ self.ffn_out + z
 
     def forward(
         self,
@@ -119,7 +106,7 @@ class Block(nn.Module):
 
         ``state`` is the one before each user's first row; zero if None.
         """
-        if form == "chunkwise" and len(self.channels) == 3 and backends.native_block(x_TD):
+        if form == "chunkwise" and self.whole and backends.native_block(x_TD):
             return self._native(x_TD, sequences, state, with_state)
         if form == "chunkwise" and self.in_triton(x_TD):
             return self._triton(x_TD, sequences, state, with_state)
@@ -139,13 +126,17 @@ class Block(nn.Module):
         parameters = self._fused_parameters()
         events = native.Events(sequences.bounds, *sequences.phases, sequences.ticks_T, sequences.start_B)
         before = None if state is None else native.Memory(**state)
-        projection = product(self.norm(x_TD), self.in_proj)
+        normed = by_row.layer_norm(x_TD) if self.official else by_row.rms_norm(x_TD)
+        projection = product(normed, self.in_proj)
         gated, after = native.block(projection, events, parameters, before, self.official, with_state)
-        return self.mix(x_TD, gated, product), {} if after is None else after._asdict()
+        z = product(self.dropout(gated), self.out_proj) + x_TD  # from here on as in merge
+        hidden = by_row.swiglu(product(self.dropout(by_row.rms_norm(z)), self.ffn_in))
+        return product(hidden, self.ffn_out) + z, {} if after is None else after._asdict()
 
     def _fused_parameters(self) -> native.Parameters:
         """Of the channels, as one operator takes them all."""
-        assert self.retention is not None and self.temporal is not None and self.positional is not None
+        assert self.retention is not None
+        assert isinstance(self.temporal, TemporalChannel) and isinstance(self.positional, PositionalChannel)
         temporal_log = self.temporal.log_decay()
         mix = self.temporal.gain_and_skip(temporal_log)
         positional = (self.positional.kernel, *self.positional.gain_and_skip())
@@ -170,7 +161,9 @@ class Block(nn.Module):
         return triton.norm(x_TD, self.official) @ self.in_proj
 
     def _triton_mix(self, x_TD: Tensor, gated: Tensor) -> Tensor:
-        return self.mix(x_TD, gated, norm=lambda z: triton.norm(z, False))
+        z = self.dropout(gated) @ self.out_proj + x_TD  # from here on as in merge
+        linear, gate = (self.dropout(triton.norm(z, False)) @ self.ffn_in).chunk(2, dim=-1)
+        return (linear * F.silu(gate)) @ self.ffn_out + z
 
     def triton_step(
         self, x_BD: Tensor, event: triton.Step, state: BlockState, store: bool, output: bool
@@ -191,7 +184,8 @@ class Block(nn.Module):
     def _decode_slots(self) -> _Slots:
         """Where they are kept, a module's own dictionary: looking each up as an attribute takes a third of a query."""
         retention, temporal, positional = self.retention, self.temporal, self.positional
-        assert retention is not None and temporal is not None and positional is not None
+        assert retention is not None
+        assert isinstance(temporal, TemporalChannel) and isinstance(positional, PositionalChannel)
         mix: dict[str, Any] = temporal._parameters
         if temporal.alpha is None:
             mix = dict.fromkeys(("alpha", "beta"), self.in_proj.new_empty(0))

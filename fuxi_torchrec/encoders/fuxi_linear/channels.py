@@ -26,7 +26,7 @@ Form = Literal["chunkwise", "parallel", "recurrent"]
 
 _Heads = tuple[Tensor, Tensor, Tensor]
 _General = Callable[..., tuple[Tensor, Tensor]]
-_GENERAL: dict[str, _General] = {"parallel": parallel.attention, "recurrent": recurrent.attention}
+GENERAL: dict[str, _General] = {"parallel": parallel.attention, "recurrent": recurrent.attention}
 
 
 class Step(NamedTuple):
@@ -51,14 +51,20 @@ class Channel(nn.Module, ABC):
         columns: how many columns of the projection it takes.
         state_shape: of one user.
         state_dtype: None for that of the rows.
+        uniform_values: whether its columns of the projection start as U(±1/sqrt(d)).
     """
 
     columns: int
     state_shape: tuple[int, ...]
     state_dtype: torch.dtype | None = None
+    uniform_values = True
 
     @abstractmethod
     def reset_parameters(self) -> None: ...
+
+    def tables(self) -> list[nn.Parameter]:
+        """Parameters whose rows are looked up: trained like embeddings."""
+        return []
 
     @abstractmethod
     def forward(
@@ -81,6 +87,8 @@ class Channel(nn.Module, ABC):
 
 class RetentionChannel(Channel):
     """``y_i = Σ_{j≤i} λ_a^{i−j} (q_i·k_j) v_j`` per head a; ``official``: exponent i − j + 1 and no norm here."""
+
+    uniform_values = False
 
     def __init__(self, config: FuXiLinearConfig) -> None:
         super().__init__()
@@ -108,7 +116,7 @@ class RetentionChannel(Channel):
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The columns are q, k, v before their activation."""
-        y, final = self.attend(self._heads(rows), sequences, form, state, with_state)
+        y, final = self.attend(self._heads(rows, sequences), sequences, form, state, with_state)
         return self._normed(y.flatten(-2)), final
 
     def attend(
@@ -120,21 +128,21 @@ class RetentionChannel(Channel):
             return retention(*heads, log_decay, sequences.retention_chunks, state, self.lag, with_state)
         clock = torch.arange(len(heads[0]), device=log_decay.device)
         clocks = (clock, clock + self.lag, clock + 1)
-        return _GENERAL[form](*map(at_least_float32, heads), log_decay, *clocks, sequences.offsets, state)
+        return GENERAL[form](*map(at_least_float32, heads), log_decay, *clocks, sequences.offsets, state)
 
     def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
-        _, k, v = self._heads(rows)
+        _, k, v = self._heads(rows, sequences)
         return retention_state(k, v, self.log_decay(), sequences.retention_chunks, state)
 
     def step_output(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
-        y = recurrent.read(*self._heads(rows), self.log_decay(), torch.full_like(step.ticks_B, self.lag), state)
+        y = recurrent.read(*self._heads(rows, step), self.log_decay(), torch.full_like(step.ticks_B, self.lag), state)
         return self._normed(y.flatten(-2))
 
     def step_state(self, rows: Tensor, step: Step, state: Tensor) -> Tensor:
-        _, k, v = self._heads(rows)
+        _, k, v = self._heads(rows, step)
         return recurrent.write(k, v, self.log_decay(), torch.ones_like(step.ticks_B), state)
 
-    def _heads(self, rows: Tensor) -> _Heads:
+    def _heads(self, rows: Tensor, at: Sequences | Step) -> _Heads:
         q, k, v = F.silu(rows).unflatten(-1, (3, self.heads, self.width)).unbind(-3)
         return q, k, v
 
@@ -227,7 +235,7 @@ class TemporalChannel(Channel):
             state = v.new_zeros(len(sequences.offsets) - 1, *self.state_shape, dtype=self.state_dtype)
         (key, query), (clock, next_clock) = sequences.phases, sequences.clocks
         heads = (query, key.repeat(1, 2, 1), v, log_decay.repeat(2))
-        y, final = _GENERAL[form](*heads, clock, next_clock, next_clock, sequences.offsets, state)
+        y, final = GENERAL[form](*heads, clock, next_clock, next_clock, sequences.offsets, state)
         return (gain[:, None] * y + skip[:, None] * v).flatten(-2), final
 
     def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:
@@ -258,6 +266,9 @@ class PositionalChannel(Channel):
         self.alpha = nn.Parameter(torch.empty(()))
         self.beta = nn.Parameter(torch.empty(()))
 
+    def tables(self) -> list[nn.Parameter]:
+        return [self.kernel]
+
     def reset_parameters(self) -> None:
         """κ starts as [sin(pω) | cos(pω)], α near 0, β at 1."""
         rows, width = self.kernel.shape
@@ -284,7 +295,7 @@ class PositionalChannel(Channel):
         still = torch.zeros_like(sequences.position_T)
         before = None if state is None else state.unsqueeze(1)
         heads = (kernel, kernel, v.unsqueeze(1), v.new_zeros(1))
-        y, final = _GENERAL[form](*heads, still, still, still, sequences.offsets, before)
+        y, final = GENERAL[form](*heads, still, still, still, sequences.offsets, before)
         return gain * y.squeeze(1) + skip * v, final.squeeze(1)
 
     def final_state(self, rows: Tensor, sequences: Sequences, state: Tensor) -> Tensor:

@@ -17,6 +17,11 @@ def geometric_periods(first: int, ratio: int, count: int) -> tuple[int, ...]:
     return tuple(first * ratio**k for k in range(count))
 
 
+TEMPORAL = ("retention", "bucket", "exp", "pow", "hstu", "absolute", "scaled")
+POSITIONAL = ("kernel", "table", "t5", "alibi", "rope")
+_GROWING = ("bucket", "exp", "pow", "hstu", "table", "t5")  # look at every earlier event
+
+
 @dataclass(frozen=True)
 class FuXiLinearConfig(EncoderConfig):
     """Shape and switches of a FuXi-Linear encoder; checked when made.
@@ -44,6 +49,12 @@ class FuXiLinearConfig(EncoderConfig):
     use_retention: bool = setting(True, "ablation: the retention channel")
     use_positional: bool = setting(True, "ablation: the positional channel")
     use_temporal: bool = setting(True, "ablation: the temporal channel")
+    temporal: Literal["retention", "bucket", "exp", "pow", "hstu", "absolute", "scaled"] = setting(
+        "retention", "what the temporal channel is; others than retention are for comparison"
+    )
+    positional: Literal["kernel", "table", "t5", "alibi", "rope"] = setting(
+        "kernel", "what the positional channel is; others than kernel are for comparison"
+    )
     temporal_phases: bool = setting(True, "ablation: cos and sin of the times; false puts 1/sqrt(2) in their place")
     temporal_mix: bool = setting(True, "scale the temporal output and add its input, both learned")
     temporal_half_life: float = setting(
@@ -85,6 +96,23 @@ class FuXiLinearConfig(EncoderConfig):
         if self.use_positional and self.kernel_dim % 2:
             raise ValueError(f"kernel_dim = {self.kernel_dim} must be even: half sine, half cosine")
         self._check_periods()
+        self._check_variants()
+
+    def _check_variants(self) -> None:
+        for name, known in (("temporal", TEMPORAL), ("positional", POSITIONAL)):
+            if (given := getattr(self, name)) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {given!r}")
+            if given != known[0] and not getattr(self, f"use_{name}"):
+                raise ValueError(f"{name} is {given}, and use_{name} is false: leave one of them out")
+        if not self.temporal_phases and self.temporal != "retention":
+            raise ValueError(f"temporal_phases=False belongs to temporal: retention, not {self.temporal}")
+        if self.positional == "rope" and not (self.use_retention and self.dim // self.num_heads % 2 == 0):
+            raise ValueError(
+                "positional: rope turns pairs of the retention channel's columns: it needs that channel, and "
+                f"dim / num_heads = {self.dim} / {self.num_heads} to be even"
+            )
+        if (self.temporal == "hstu" or self.positional == "alibi") and self.dim % self.num_heads:
+            raise ValueError(f"dim = {self.dim} is not divisible by num_heads = {self.num_heads}")
 
     def _check_periods(self) -> None:
         if self.use_temporal and not self.temporal_periods:
@@ -110,8 +138,26 @@ class FuXiLinearConfig(EncoderConfig):
         """Width of the feed-forward network."""
         return self.dim if self.ffn_dim is None else self.ffn_dim
 
+    @property
+    def whole(self) -> bool:
+        """Whether every channel is there and the paper's: what native kernels compute."""
+        used = self.use_retention and self.use_temporal and self.use_positional
+        return used and (self.temporal, self.positional) == ("retention", "kernel")
+
+    @property
+    def growing(self) -> bool:
+        """Whether a channel looks at every earlier event, so that no state has a constant size."""
+        return self.temporal in _GROWING or self.positional in _GROWING
+
+    @property
+    def uses_phases(self) -> bool:
+        """Whether times enter as phases of the periods."""
+        return self.temporal_phases and self.temporal != "scaled"
+
     def decisive(self) -> dict[str, Any]:
-        return {**super().decisive(), "ffn_dim": self.hidden_dim}
+        found = {**super().decisive(), "ffn_dim": self.hidden_dim}
+        usual = {"temporal": TEMPORAL[0], "positional": POSITIONAL[0]}  # as if there were no others
+        return {name: value for name, value in found.items() if usual.get(name) != value}
 
     def activation_widths(self) -> float:
         """Elements that one block keeps of an event for the backward pass, in units of ``dim``.
@@ -120,8 +166,13 @@ class FuXiLinearConfig(EncoderConfig):
             >>> FuXiLinearConfig(dim=128, temporal_periods=(3600, 86400)).activation_widths()
             30.1
         """
-        channels = {11.5: self.use_retention, 5.5: self.use_positional, 5.1: self.use_temporal}
-        kept = 4.0 + 4.0 * self.hidden_dim / self.dim + sum(width for width, used in channels.items() if used)
+        rotated = self.positional == "rope"
+        channels = [
+            (15.5 if rotated else 11.5, self.use_retention),
+            (5.5, self.use_positional and not rotated),
+            (11.5 if self.temporal == "hstu" else 5.1, self.use_temporal),
+        ]
+        kept = 4.0 + 4.0 * self.hidden_dim / self.dim + sum(width for width, used in channels if used)
         if self.dropout:
-            kept += sum(channels.values()) + 1
+            kept += sum(used for _, used in channels) + 1
         return kept + (2.0 if self.preset == "official" else 0.0)

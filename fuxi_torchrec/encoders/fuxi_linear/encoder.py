@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from fuxi_torchrec.encoders.fuxi_linear import official
 from fuxi_torchrec.encoders.fuxi_linear.block import Block, BlockState
 from fuxi_torchrec.encoders.fuxi_linear.channels import Channel, Form, Step
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
-from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences, temporal_vectors
+from fuxi_torchrec.encoders.fuxi_linear.sequences import Sequences, temporal_vectors, ticks
 from fuxi_torchrec.encoders.fuxi_linear.tiles import Tile, part, tiles
 from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.ops import backends
@@ -51,11 +51,11 @@ class FuXiLinearEncoder(SequenceEncoder):
     """
 
     config_class = FuXiLinearConfig
-    state_kind = "constant"
     config: FuXiLinearConfig
 
     def __init__(self, config: FuXiLinearConfig) -> None:
         super().__init__(config)
+        self.state_kind = "growing" if config.growing else "constant"
         self.positions = nn.Parameter(torch.empty(config.max_positions, config.dim))
         self.blocks = nn.ModuleList([Block(config)])
         # official: one set of temporal decays, in block 0, for all blocks
@@ -121,9 +121,13 @@ class FuXiLinearEncoder(SequenceEncoder):
             rows, _ = self._run(block, rows, sequences, form)
         return rows
 
-    def init_state(self, batch_size: int) -> EncoderState:
+    # a configuration whose state grows is served as the base class does: from the events themselves
+
+    def init_state(self, batch_size: int) -> Any:
         if batch_size < 0:
             raise ValueError(f"batch_size must not be negative, but is {batch_size}")
+        if self.config.growing:
+            return super().init_state(batch_size)
         like = self.positions.detach()
         checks.precision(like.device)
 
@@ -137,8 +141,10 @@ class FuXiLinearEncoder(SequenceEncoder):
 
     @torch.no_grad()
     def append(
-        self, state: EncoderState, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
-    ) -> EncoderState:
+        self, state: Any, x: Tensor, offsets: Tensor, timestamps: Tensor, *, validate: bool | None = None
+    ) -> Any:
+        if self.config.growing:
+            return super().append(state, x, offsets, timestamps, validate=validate)
         checks.state(self, state, self.positions)
         bounds = checks.batch(self.config, self.positions, x, offsets, timestamps, validate, state=state)
         if not len(x):
@@ -153,7 +159,9 @@ class FuXiLinearEncoder(SequenceEncoder):
         return state.put(users, self.append_one(state.select(users), x, timestamps))
 
     @torch.no_grad()
-    def query(self, state: EncoderState, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
+    def query(self, state: Any, request_timestamps: Tensor, *, validate: bool | None = None) -> Tensor:
+        if self.config.growing:
+            return super().query(state, request_timestamps, validate=validate)
         checks.state(self, state, self.positions)
         checks.requests(request_timestamps, len(state), self.positions.device, validate)
         return self.query_unchecked(state, request_timestamps)
@@ -195,7 +203,8 @@ class FuXiLinearEncoder(SequenceEncoder):
 
     def optimizer_groups(self) -> ParameterGroups:
         """The tables of positions and the positional kernels are tables; decays, α and β are scalars."""
-        tables = [self.positions, *(block.positional.kernel for block in self.layers if block.positional is not None)]
+        channels = [channel for block in self.layers for channel in block.channels.values()]
+        tables = [self.positions, *(table for channel in channels for table in channel.tables())]
         apart = {id(parameter) for parameter in tables}
         matrices, _, scalars = ParameterGroups.by_shape([p for p in self.parameters() if id(p) not in apart])
         return ParameterGroups(matrices, tables, scalars)
@@ -221,18 +230,15 @@ class FuXiLinearEncoder(SequenceEncoder):
     def _step(self, state: EncoderState, next_time_B: Tensor) -> Step:
         """The pending events, followed by something at ``next_time_B``."""
         position = (state.count - 1).clamp(0, self.config.max_positions - 1)
-        ticks = (next_time_B - state.pending_time).clamp(min=0)
-        temporal = self.layers[0].temporal
+        passed = ticks(self.config, state.pending_time, next_time_B)
         vectors = temporal_vectors(
             *(self.config, state.pending_time, next_time_B, state.pending.dtype),
-            None if temporal is None else temporal.periods,
+            getattr(self.layers[0].temporal, "periods", None),
         )
-        return Step(position, ticks, *vectors)
+        return Step(position, passed, *vectors)
 
     def _decodes_natively(self) -> bool:
-        config = self.config
-        every = config.use_retention and config.use_temporal and config.use_positional
-        return every and backends.native_decode(self.positions)
+        return self.config.whole and backends.native_decode(self.positions)
 
     def _decodes_in_triton(self) -> bool:
         return self.layers[0].in_triton(self.positions) and backends.decoding()
@@ -293,7 +299,8 @@ class FuXiLinearEncoder(SequenceEncoder):
     def _tiles(self, rows: Tensor, sequences: Sequences) -> Iterator[tuple[Tile, Sequences, Tensor]]:
         """Tiles of a batch: where they lie, what they cover, and their rows."""
         elements = TILE_ELEMENTS.get(rows.device.type, TILE_ELEMENTS_ELSEWHERE)
-        for tile in tiles(sequences.offsets, max(1, elements // self.config.dim)):
+        size = len(rows) if self.config.growing else max(1, elements // self.config.dim)  # no state to go on from
+        for tile in tiles(sequences.offsets, size):
             yield tile, part(sequences, tile), rows[tile.first_row : tile.end_row]
 
     def _tiled(self, rows: Tensor, sequences: Sequences) -> Tensor:

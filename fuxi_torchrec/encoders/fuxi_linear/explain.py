@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fuxi_torchrec.encoders.explain import readable
 from fuxi_torchrec.encoders.fuxi_linear.block import Block
-from fuxi_torchrec.encoders.fuxi_linear.channels import TemporalChannel
+from fuxi_torchrec.encoders.fuxi_linear.channels import PositionalChannel, TemporalChannel
 from fuxi_torchrec.encoders.fuxi_linear.encoder import FuXiLinearEncoder
 
 _POSITIONS = 256  # shown of the kernel
@@ -40,7 +40,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class LearnedBlock:
-    """A block, with None for a channel that is off.
+    """A block, with None for a channel that is off or not the paper's.
 
     Attributes:
         scales: of the temporal channel.
@@ -63,11 +63,11 @@ def learned(encoder: FuXiLinearEncoder, positions: int = _POSITIONS) -> list[Lea
 
 def _of_block(block: Block, periods: tuple[int, ...], positions: int) -> LearnedBlock:
     kernel = kernel_skip = None
-    if block.positional is not None:
+    if isinstance(block.positional, PositionalChannel):
         rows, (gain, skip) = block.positional.kernel[:positions], block.positional.gain_and_skip()
         kernel, kernel_skip = (gain * rows @ rows.T).tril(), float(skip)
     return LearnedBlock(
-        scales=None if block.temporal is None else _scales(block.temporal, periods),
+        scales=_scales(block.temporal, periods) if type(block.temporal) is TemporalChannel else None,
         retention=None if block.retention is None else block.retention.log_decay().exp().tolist(),
         kernel=kernel,
         kernel_skip=kernel_skip,

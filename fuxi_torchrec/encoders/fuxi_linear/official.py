@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.encoders.fuxi_linear.block import Block
+from fuxi_torchrec.encoders.fuxi_linear.channels import PositionalChannel, TemporalChannel
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 
 _POSITIONS = "_input_features_preproc._pos_emb.weight"
@@ -75,7 +76,8 @@ def load(positions: Tensor, blocks: Sequence[Block], params: Mapping[str, Tensor
     _copy(positions, _get(params, _POSITIONS)[:rows], _POSITIONS)
     for layer, block in enumerate(blocks):
         prefix = _block(layer)
-        assert block.retention is not None and block.temporal is not None and block.positional is not None
+        assert block.retention is not None
+        assert isinstance(block.temporal, TemporalChannel) and isinstance(block.positional, PositionalChannel)
 
         def get(name: str, prefix: str = prefix) -> Tensor:
             return _get(params, prefix + name)

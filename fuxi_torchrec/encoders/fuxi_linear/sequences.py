@@ -29,12 +29,23 @@ def temporal_vectors(
     if not config.use_temporal:
         nothing = torch.empty(*time.shape, 0, 2, dtype=dtype, device=time.device)
         return nothing, nothing
-    if not config.temporal_phases:
+    if not config.uses_phases:
         key = torch.full((*time.shape, config.num_scales, 2), 0.5**0.5, dtype=dtype, device=time.device)
         return key, key.repeat(1, 2, 1)
     if periods is None:
         periods = placed(torch.tensor(config.temporal_periods, dtype=torch.int64, device="cpu"), time.device)
     return phase_vectors(time, periods, dtype), query_vectors(phase_vectors(next_time, periods, dtype))
+
+
+TICKS_OF_LOG = 1024  # of the logarithm of 1 + gap, where gaps scale steps
+
+
+def ticks(config: FuXiLinearConfig, time: Tensor, next_time: Tensor) -> Tensor:
+    """What the temporal channel's clock passes between times, int64; 0 for a step back."""
+    gap = (next_time - time).clamp(min=0)
+    if config.temporal != "scaled":
+        return gap
+    return (gap.double().log1p() * TICKS_OF_LOG).round().long()
 
 
 _LEAST = 4  # events of a chunk that are worth one, however short histories are
@@ -106,7 +117,7 @@ class Sequences:
     @cached_property
     def ticks_T(self) -> Tensor:
         """From each event to its successor; 0 for a step back."""
-        return (self.next_time_T - self.time_T).clamp(min=0)
+        return ticks(self.config, self.time_T, self.next_time_T)
 
     @cached_property
     def clocks(self) -> tuple[Tensor, Tensor]:
@@ -117,7 +128,7 @@ class Sequences:
     @cached_property
     def phases(self) -> tuple[Tensor, Tensor]:
         """Temporal keys (T, H, 2) at each event's time and queries (T, 2H, 2) at its successor's."""
-        if not self.config.temporal_phases:
+        if not self.config.uses_phases:
             return temporal_vectors(self.config, self.time_T, self.next_time_T, self.dtype)
         # an event's successor is the next row: one set of phases serves both
         periods = self._placed(self.config.temporal_periods)

@@ -104,7 +104,8 @@ def test_values_states_and_all_gradients(kernels, preset, shape, initial):
 def test_any_shape_and_any_lengths(kernels, lengths, shape, preset, seed, initial, switches):
     times, heads, scales, half_kernel = shape
     dim = 2 * scales * heads * times
-    assume(dim >= 8)  # a norm over two columns that are nearly equal is no matter of kernels
+    # LayerNorm of two columns is ±1 whatever they are: its gradient is rounding, in torch (2e-4 and worse) as here
+    assume(dim > 2 or preset == "paper")
     with backends.use(kernels):
         check(Case((dim, heads, scales, 2 * half_kernel), lengths, preset, seed, initial, **switches))
 

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.library import opcheck
 
 from fuxi_torchrec.encoders.fuxi_linear.encoder import _pending
@@ -50,6 +53,64 @@ def test_the_backward_passes_torchs_own_checks():
     kept, after = others[:4], others[4:]
     grads = [torch.randn_like(x) for x in (gated, *after)]
     opcheck(torch.ops.fuxi_torchrec.block_backward.default, (*grads, *kept, *arguments[:-2]))
+
+
+def norm_case(official):
+    norm = F.layer_norm if official else F.rms_norm
+    return "norm", (official,), lambda x: norm(x, x.shape[-1:], eps=1e-6)
+
+
+def swiglu(x):
+    linear, gate = x.chunk(2, dim=-1)
+    return linear * F.silu(gate)
+
+
+# operator, its settings, the same in torch
+ROW_OPERATORS = {
+    "rms norm": norm_case(False),
+    "layer norm": norm_case(True),
+    "swiglu": ("swiglu", (), swiglu),
+}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", ROW_OPERATORS)
+@settings(max_examples=25)
+@given(rows=st.sampled_from([0, 1, 3, 200]), width=st.integers(2, 40), seed=st.integers(0, 1000))
+def test_operators_over_rows_are_torchs_in_float64(kernels, name, rows, width, seed):
+    operator, arguments, definition = ROW_OPERATORS[name]
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(rows, 4 * width + 1, generator=generator, dtype=torch.float64)
+    x = wide[:, 1 : 2 * width + 1].requires_grad_()  # neither contiguous nor aligned
+    narrow = wide.float()[:, 1 : 2 * width + 1].detach().requires_grad_()
+    with backends.use(kernels):
+        wanted, found = definition(x), getattr(torch.ops.fuxi_torchrec, operator)(narrow, *arguments)
+        weights = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+        (wanted_grad,) = torch.autograd.grad((wanted * weights).sum(), x)
+        (found_grad,) = torch.autograd.grad((found * weights.float()).sum(), narrow)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
+    scale = max(1.0, float(wanted_grad.abs().max())) if rows else 1.0
+    torch.testing.assert_close(found_grad.double(), wanted_grad, rtol=0, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("name", ROW_OPERATORS)
+def test_operators_over_rows_pass_torchs_own_checks(name):
+    operator, arguments, definition = ROW_OPERATORS[name]
+    x = torch.randn(5, 12, requires_grad=True)
+    opcheck(getattr(torch.ops.fuxi_torchrec, operator).default, (x, *arguments))
+    grad = torch.randn_like(definition(x.detach()))
+    opcheck(getattr(torch.ops.fuxi_torchrec, operator + "_backward").default, (grad, x.detach(), *arguments))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", ROW_OPERATORS)
+def test_numbers_that_are_none_stay_so_in_their_row_alone(kernels, name):
+    operator, arguments, _ = ROW_OPERATORS[name]
+    x = torch.randn(3, 38)
+    x[1, 30] = float("nan")
+    with backends.use(kernels):
+        y = getattr(torch.ops.fuxi_torchrec, operator)(x, *arguments)
+    assert y[1].isnan().any() and y[[0, 2]].isfinite().all()
 
 
 def stored(lengths, dtype=torch.float32, **changes):

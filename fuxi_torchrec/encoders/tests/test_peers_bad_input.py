@@ -78,6 +78,20 @@ def test_tim4rec_says_what_to_do_beyond_its_slots():
         encoder.query(state, request)
 
 
+@pytest.mark.parametrize(("kind", "other"), zip(KINDS, [*KINDS[1:], KINDS[0]], strict=True))
+def test_a_state_of_another_encoder_is_refused(kind, other):
+    encoder, state = small(kind), small(other).init_state(2)
+    x, offsets, times, request = histories([3, 1])
+    message = "state is of another configuration: fingerprint"
+    with pytest.raises(ValueError, match=message):
+        encoder.append(state, x, offsets, times)
+    with pytest.raises(ValueError, match=message):
+        encoder.query(state, request)
+    wider = small(kind, max_positions=170)  # of one kind, and not the same
+    with pytest.raises(ValueError, match=message):
+        wider.query(encoder.init_state(2), request)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_request_times_are_taken_also_where_time_is_ignored(kind):
     encoder = small(kind)

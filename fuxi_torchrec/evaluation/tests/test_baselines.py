@@ -48,6 +48,9 @@ def expected(histories, known, filter_seen):
             "frequent items": lambda i, r=recent, o=Counter(history), p=popular: (
                 (-o[i], r[i], p[i]) if i in r else (1, 0, p[i])
             ),
+            "frequent and recent items": lambda i, r=recent, o=Counter(history), p=popular: (
+                (-o[i] / (r[i] + 1), r[i], p[i]) if i in r else (1, 0, p[i])
+            ),
             "transitions": lambda i, last=history[-1], p=popular: (-follows[last, i] if known[last] else 0, p[i]),
         }
         for name, rule in rules.items():

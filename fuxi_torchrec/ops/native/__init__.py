@@ -54,10 +54,10 @@ def _load(path: Path) -> Found:
         why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return Found(f"{path.name} cannot be loaded ({why}): run {_BUILD} --force")
     _loaded = path
-    from fuxi_torchrec.ops.native import block, decode
+    from fuxi_torchrec.ops.native import block, decode, rows
 
-    block.register()
-    decode.register()
+    for operators in (block, decode, rows):
+        operators.register()
     sets = tuple(torch.ops.fuxi_torchrec.instruction_sets("").split())
     has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     return Found("", sets, has_onednn and torch.ops.fuxi_torchrec.prefers_onednn())

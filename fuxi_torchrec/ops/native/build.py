@@ -82,7 +82,7 @@ def build(target: Path, sanitize: bool = False) -> None:
                 *(f"-DTORCH_TARGET_VERSION={_OLDEST_TORCH}", f'-DSOURCES="{digest()}"'),
                 *(["-DHAS_X86"] if x86 else []),
             ]
-            for name in ("operators", "decode")
+            for name in ("operators", "rows", "decode")
         }
         for name, its_flags in sets.items():
             commands[name] = [str(HERE / "kernels.cpp"), f"-DISA={name}", *its_flags]

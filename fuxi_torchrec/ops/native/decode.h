@@ -3,8 +3,8 @@
 // Nothing is carried from event to event here: a channel reads the state before the event, and may write the one after.
 #pragma once
 
-#include "merge.h"
 #include "retention.h"
+#include "rows.h"
 
 namespace ISA {
 
@@ -38,11 +38,6 @@ INLINE void rows_times(const float* p, int64_t ps, int64_t users, int64_t rows, 
   const int64_t whole = users < MANY ? 0 : columns / W * W;
   if (whole) product<Part::ALL>(p, ps, 1, w, ws, length, x, xs, rows, whole, 0.0f);
   if (whole < columns) few_rows(p, ps, users, w + whole, ws, length, x + whole, xs, columns - whole);
-}
-
-INLINE void norm_row(const float* x, int64_t d, bool official, float* to) {
-  const Norm norm = measure(x, d, official, false);
-  each_vector(d, [&](int64_t j, int64_t n) { store_some(to + j, (load_some(x + j, n) - norm.mean) * norm.f, n); });
 }
 
 INLINE float inner(const float* a, const float* b, int64_t width) {
@@ -158,11 +153,7 @@ INLINE void decode_users(const Shape& s, const Decode& all, int64_t first, int64
       norm_row(m.z + n * d, d, false, m.normed + n * d);
     }
     rows_times(m.normed, d, users, m.rows, layer.ffn_in, 2 * h, d, m.ffn, 2 * h, 2 * h);
-    for (int64_t n = 0; n < users; n++)
-      each_vector(h, [&](int64_t j, int64_t some) {
-        const Vf gate = load_some(m.ffn + n * 2 * h + h + j, some);
-        store_some(m.hidden + n * h + j, load_some(m.ffn + n * 2 * h + j, some) * gate * sigmoid(gate), some);
-      });
+    for (int64_t n = 0; n < users; n++) swiglu_row(m.ffn + n * 2 * h, h, m.hidden + n * h);
     rows_times(m.hidden, h, users, m.rows, layer.ffn_out, d, h, m.x, d, d);
     for (int64_t n = 0; n < users * d; n++) m.x[n] += m.z[n];
   }

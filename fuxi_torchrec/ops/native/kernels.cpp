@@ -5,6 +5,7 @@
 #include "merge.h"
 #include "positional.h"
 #include "retention.h"
+#include "rows.h"
 #include "simd.h"
 #include "temporal.h"
 
@@ -41,6 +42,24 @@ static void backward_rows(const Shape& shape, const Inputs& in, const Backward& 
   merge_rows_backward(shape, in, out, first, end);
 }
 
+static void norm(const float* x, int64_t d, bool official, int64_t first, int64_t end, float* to) {
+  for (int64_t row = first; row < end; row++) norm_row(x + row * d, d, official, to + row * d);
+}
+
+static void norm_backward(const float* grad, const float* x, int64_t d, bool official, int64_t first, int64_t end,
+                          float* to) {
+  for (int64_t row = first; row < end; row++)
+    norm_row_backward(grad + row * d, x + row * d, d, official, to + row * d);
+}
+
+static void swiglu(const float* x, int64_t h, int64_t first, int64_t end, float* to) {
+  for (int64_t row = first; row < end; row++) swiglu_row(x + row * 2 * h, h, to + row * h);
+}
+
+static void swiglu_backward(const float* grad, const float* x, int64_t h, int64_t first, int64_t end, float* to) {
+  for (int64_t row = first; row < end; row++) swiglu_row_backward(grad + row * h, x + row * 2 * h, h, to + row * 2 * h);
+}
+
 static int64_t decode_scratch(const Shape& shape, const Decode& all, int64_t users) {
   return round_up(DecodeScratch::floats(shape, all.hidden, users) * (int64_t)sizeof(float), 64);
 }
@@ -53,6 +72,6 @@ static void decode(const Shape& shape, const Decode& all, int64_t first, int64_t
 #define NAME(x) NAME_OF(x)
 extern const Kernels kernels;
 const Kernels kernels = {NAME(ISA), scratch, forward_unit, forward_rows, backward_rows, backward_unit,
-                         decode_scratch, decode};
+                         norm,      norm_backward, swiglu,    swiglu_backward, decode_scratch, decode};
 
 }  // namespace ISA

@@ -132,6 +132,12 @@ struct Kernels {
   void (*backward_rows)(const Shape&, const Inputs&, const Backward&, int64_t first, int64_t end);
   void (*backward_unit)(const Shape&, const Inputs&, const Backward&, const Sums&, int64_t user, int64_t unit,
                         char* scratch);
+  // rows first .. end − 1
+  void (*norm)(const float* x, int64_t width, bool official, int64_t first, int64_t end, float* to);
+  void (*norm_backward)(const float* grad, const float* x, int64_t width, bool official, int64_t first, int64_t end,
+                        float* to);
+  void (*swiglu)(const float* x, int64_t hidden, int64_t first, int64_t end, float* to);
+  void (*swiglu_backward)(const float* grad, const float* x, int64_t hidden, int64_t first, int64_t end, float* to);
   int64_t (*decode_scratch)(const Shape&, const Decode&, int64_t users);
   void (*decode)(const Shape&, const Decode&, int64_t first, int64_t end, char* scratch);  // users first .. end − 1
 };

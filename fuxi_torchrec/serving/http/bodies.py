@@ -83,6 +83,8 @@ class Bodies:
     items: type[BaseModel]
     similar: type[BaseModel]
     similar_items: type[BaseModel]
+    neighbours: type[BaseModel]
+    similar_users: type[BaseModel]
 
 
 def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
@@ -129,6 +131,8 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
         one["display"] = (dict[str, str | None], Field(description="what is shown of the item"))
     items = (_LIST[_model("Item", "One item.", one)], ...)
     answer: Fields = {"user": (user | None, ...), "items": items}
+    near = (_LIST[_model("Neighbour", "One user.", {"user_id": (user, ...), "score": (float, ...)})], ...)
+    whom: Fields = {"user_id": (user, ...), "time": question["time"], "k": question["k"]}
     given = (_LIST[_new_item(recommender, item)], Field(**most))
     return Bodies(
         _model("Recommend", "Ask for a user.", question | {"user_id": user_id}),
@@ -139,6 +143,8 @@ def bodies_for(recommender: Recommender, limits: Limits) -> Bodies:
         _model("NewItems", "Make items recommendable by their features.", {"items": given}),
         _model("Similar", "Ask for items similar to one.", {"item_id": (item, ...), "k": question["k"]}),
         _model("SimilarItems", "Similar items, best first.", {"item": (item, ...), "items": items}, BaseModel),
+        _model("Neighbours", "Ask for users similar to one.", whom),
+        _model("SimilarUsers", "Similar users, best first.", {"user": (user, ...), "users": near}, BaseModel),
     )
 
 
@@ -151,19 +157,25 @@ def _new_item(recommender: Recommender, item: Any) -> Any:
     manifest = recommender.manifest
     about = {feature.name: feature for feature in manifest.item_features}
     text = Annotated[str, Field(max_length=2048)]
-    number = Annotated[float, Field(ge=-1e30, le=1e30), BeforeValidator(lambda v: float(v) if type(v) is int else v)]
     fields: Fields = {"item_id": (item, Field(alias=manifest.item_file.id_column or "item_id"))}
     for count, spec in enumerate(manifest.item_file.columns):
         kind: Any = text
         if spec.kind in ("number", "bucket"):
-            kind = number
+            kind = _NUMBER
         elif spec.kind == "vector":
-            width = about[spec.name].width
-            kind = Annotated[_LIST[number], Field(min_length=width, max_length=width)]
+            kind = _vector(about[spec.name].width)
         elif spec.kind == "id" and about[spec.name].multiple:
             kind = text | _LIST[text]
         fields[f"feature_{count}"] = (kind | None, Field(None, alias=spec.name))
     return _model("NewItem", "One item.", fields)
+
+
+# JSON has no infinity; a float32 must hold it
+_NUMBER: Any = Annotated[float, Field(ge=-1e30, le=1e30), BeforeValidator(lambda v: float(v) if type(v) is int else v)]
+
+
+def _vector(width: int) -> Any:
+    return Annotated[_LIST[_NUMBER], Field(min_length=width, max_length=width)]
 
 
 def _features(recommender: Recommender) -> Any:
@@ -175,6 +187,8 @@ def _features(recommender: Recommender) -> Any:
     for number, feature in enumerate(recommender.manifest.features):
         rows = recommender.feature_rows.get(feature.name)
         kind = Annotated[str, Field(max_length=2048)] if rows is None else _between(0, rows - 1)
+        if feature.kind != "id":
+            kind = _vector(feature.width) if feature.kind == "vector" else _NUMBER
         if feature.multiple:
             kind = kind | _LIST[kind]
         fields[f"feature_{number}"] = (kind | None, Field(None, alias=feature.name))

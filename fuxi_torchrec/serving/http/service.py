@@ -95,6 +95,7 @@ def _add_routes(app: FastAPI, service: "Service", models: bodies.Bodies, closed:
     if service.recommender.manifest.item_features:
         post("/items", service.add_items, models.items, AddedItems, 409)
     post("/similar-items", service.similar_items, models.similar, models.similar_items, 404)
+    post("/similar-users", service.similar_users, models.neighbours, models.similar_users, 404)
     app.get("/health", responses=_problems(503))(service.health)
     text: dict[int | str, Any] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
     responses = {**text, **_problems(*refused)}
@@ -192,6 +193,15 @@ class Service:
             answer = await self._in_thread(1, self.recommender.similar_items, body.item_id, body.k)
         except ValueError as error:
             raise HTTPException(404, str(error)) from None
+        return JSONResponse(answer.to_dict())
+
+    async def similar_users(self, body: Any) -> Response:
+        request = requests.Request(body.user_id, body.time if body.time is not None else now(self._unit), body.k)
+        self.recommender.check(request)
+        try:
+            answer = await self._in_thread(1, self.recommender.similar_users, request.user_id, request.time, request.k)
+        except ValueError as error:  # a user without events
+            raise error if isinstance(error, ExportError) else HTTPException(404, str(error)) from None
         return JSONResponse(answer.to_dict())
 
     async def health(self) -> bodies.Health:

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 
 from fuxi_torchrec.events.database import Database
 from fuxi_torchrec.events.errors import DataError
+from fuxi_torchrec.events.feature_learning import buckets
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ints, Ragged, bounds_of, take
 from fuxi_torchrec.events.ingestion import FEATURE, Ingestion
@@ -69,6 +70,12 @@ class NewEvents:
     def __len__(self) -> int:
         return len(self.histories.items)
 
+    @staticmethod
+    def none(manifest: Manifest) -> "NewEvents":
+        """Nothing happened."""
+        nobody = pa.array([], ID_TYPES[manifest.user_id_type])
+        return NewEvents(nobody, Histories.empty(0, manifest.features), 0, 0, {}, "", nobody, "export")
+
 
 def read_events(
     path: str | Path,
@@ -99,7 +106,8 @@ def read_events(
         else:
             source = of_log(str(path), log)
         ingestion = Ingestion(database, source, keep=True)
-        bad = ingestion.check_rows(_implausible(database, str(path), manifest))
+        widths = {feature.name: feature.width for feature in manifest.features if feature.kind == "vector"}
+        bad = ingestion.check_rows(_implausible(database, str(path), manifest), widths)
         names = ["user_id", "item_id", "timestamp", *(quote(FEATURE + feature.name) for feature in manifest.features)]
         table = database.table(f"SELECT {', '.join(names)} FROM events ORDER BY n")
     ours = ["user", "item", "time", *(feature.name for feature in manifest.features)]
@@ -120,7 +128,7 @@ def _by_user(
     encoded, times = combined(table[0]).dictionary_encode(), table[2].to_numpy()
     rows = bundle.feature_rows()
     features = {
-        feature.name: _feature(table[3 + n], feature, values.get(feature.name), rows[feature.name])
+        feature.name: _feature(table[3 + n], feature, values.get(feature.name), rows.get(feature.name, 0))
         for n, feature in enumerate(bundle.manifest.features)
     }
     user = encoded.indices.to_numpy().astype(np.int64)
@@ -159,7 +167,9 @@ def _stored_events(content: Content, path: str, manifest: Manifest, texts: Value
     for feature in manifest.features:
         kind, values = pa.string() if feature.name in texts else pa.int64(), [event.features or {} for event in events]
         found = [given.get(feature.name) for given in values]
-        if feature.multiple:  # one value may stand alone
+        if feature.kind != "id":
+            kind = pa.list_(pa.float32()) if feature.kind == "vector" else pa.float64()
+        elif feature.multiple:  # one value may stand alone
             kind = pa.list_(kind)
             found = [value if value is None or isinstance(value, list | tuple) else [value] for value in found]
         columns[feature.name] = pa.array(found, kind)
@@ -182,7 +192,16 @@ def _implausible(database: Database, path: str, manifest: Manifest) -> dict[str,
 
 
 def _feature(column: pa.ChunkedArray, feature: Feature, known: dict[str, int] | None, rows: int) -> Column:
-    """A missing value is 0, or no values; one that the model has no row for is 0."""
+    """A missing value is 0, or no values; one that the model has no row for is 0. Of numbers a missing one is nan."""
+    if feature.kind == "bucket":
+        return buckets(feature, column.to_numpy(zero_copy_only=False).astype(np.float64))
+    if feature.kind == "number":
+        return column.to_numpy(zero_copy_only=False).astype(np.float32).reshape(-1, 1)
+    if feature.kind == "vector":
+        rows_of = np.full((len(column), feature.width), np.nan, np.float32)
+        there = column.is_valid().to_numpy(zero_copy_only=False)
+        rows_of[there] = pc.list_flatten(column).to_numpy().reshape(-1, feature.width)
+        return rows_of
     flat = pc.list_flatten(column) if feature.multiple else column
     values: Ints
     if known is not None:

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fuxi_torchrec.artifacts import NewDirectory, follow_umask, sync
 from fuxi_torchrec.events import parquet
-from fuxi_torchrec.events.database import Database
-from fuxi_torchrec.events.feature_files import RawFeatures, read_features
+from fuxi_torchrec.events.feature_files import RawFeatures
 from fuxi_torchrec.export import index as indices
 from fuxi_torchrec.export.bundle import (
     DISPLAY,
@@ -34,8 +34,9 @@ from fuxi_torchrec.export.bundle import (
     scaled,
     write_manifest,
 )
-from fuxi_torchrec.export.parts import ID_TYPES, part_name, part_number
+from fuxi_torchrec.export.parts import part_name, part_number
 from fuxi_torchrec.serving.catalogue import UNKNOWN, ItemIds
+from fuxi_torchrec.serving.feature_rows import read_file
 from fuxi_torchrec.serving.new_items import AddedItems, ItemComposer
 
 INT8_INDEX = "index-int8.faiss"
@@ -53,19 +54,16 @@ def add_items(export: str | Path, items: str | Path, output: str | Path) -> Adde
     """
     bundle = Bundle.open(export)
     tables = bundle.tables()
-    composer, file = ItemComposer(bundle, tables), bundle.manifest.item_file
-    if not composer.features:
-        raise ExportError(f"{bundle.path}: this export's model reads no features of items: it cannot take new ones")
-    with Database(in_memory=True) as database:
-        raw = read_features(database, str(items), file.id_column, file.columns)
-    kind = ID_TYPES[bundle.manifest.item_id_type]
-    if raw.ids.type != kind:
-        raise ExportError(f"{raw.where}: {file.id_column} is {raw.ids.type}, the export's items are {kind}")
+    composer = ItemComposer(bundle, tables)
+    raw = read_file(bundle, items, "item")
     there = ItemIds.read(bundle)
     new = np.flatnonzero(there.find(raw.ids) <= UNKNOWN)
     rows, unknown = composer.rows(raw)
-    with NewDirectory(output) as place:
-        _Writer(bundle, place, tables, raw, new).write(rows[torch.from_numpy(new)])
+    try:
+        with NewDirectory(output) as place:
+            _Writer(bundle, place, tables, raw, new).write(rows[torch.from_numpy(new)])
+    except (OSError, SafetensorError) as error:  # a full disk, most likely
+        raise ExportError(f"{output}: cannot be written: {error}") from None
     return AddedItems(len(new), 0, len(raw.ids) - len(new), unknown)
 
 

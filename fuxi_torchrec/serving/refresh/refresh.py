@@ -8,6 +8,7 @@ Rules, also in the manifest:
 * The same events applied again, whatever files they are in, are recognised and left out.
 * Users to forget are left out, and what they did until now stays out of later refreshes too.
 * Touched users are queried at the new ``as_of``; the others keep their vectors, unless all are queried again.
+* Users that a file of features has get its features in place of theirs, whole; all users are queried again then.
 """
 
 import hashlib
@@ -20,16 +21,18 @@ from fuxi_torchrec.artifacts import NewDirectory
 from fuxi_torchrec.events.log import OnBadRows
 from fuxi_torchrec.events.times import check_time, show_time
 from fuxi_torchrec.export.bundle import MANIFEST, Bundle, ExportError
-from fuxi_torchrec.serving.refresh.new_events import LogColumns, read_events
+from fuxi_torchrec.serving.feature_rows import FeatureRows, UserRows, read_file
+from fuxi_torchrec.serving.refresh.new_events import LogColumns, NewEvents, read_events
 from fuxi_torchrec.serving.refresh.run import Progress, RefreshRun
 from fuxi_torchrec.serving.refresh.summary import Summary
 
 
 def refresh(
     export: str | Path,
-    events: str | Path,
+    events: str | Path | None,
     output: str | Path,
     *,
+    users: str | Path | None = None,
     as_of: int | None = None,
     requery_all: bool = False,
     forget: Sequence[int | str] = (),
@@ -41,8 +44,9 @@ def refresh(
 
     Args:
         export: the one to begin with; it is not changed.
-        events: CSV or Parquet logs (a file, a directory, a glob), or a Recommender's store.
+        events: CSV or Parquet logs (a file, a directory, a glob), or a Recommender's store; None for none.
         output: must not exist, or be this very refresh, already done.
+        users: CSV or Parquet of users whose features are others now, or are new; all users are queried again then.
         as_of: the request time; the latest of the export's own and of the events by default, and never before.
         requery_all: query all users, not only touched ones.
         forget: users that the new export does not have.
@@ -51,8 +55,8 @@ def refresh(
     """
     bundle, output = Bundle.open(export), Path(output)
     began = time.perf_counter()
-    new = read_events(events, bundle, columns, on_bad_rows)
     manifest = bundle.manifest
+    new = NewEvents.none(manifest) if events is None else read_events(events, bundle, columns, on_bad_rows)
     unit, latest = manifest.time_unit, max(manifest.as_of, int(new.histories.times.max(initial=0)))
     if as_of is None:
         as_of = latest
@@ -64,17 +68,30 @@ def refresh(
             "time, or none"
         )
     wanted = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
-    request = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
     summary = Summary(str(output), as_of, len(new), bad_rows=new.bad_rows)
+    rows = None if users is None else _changed(bundle, users, summary)
+    if rows is not None:
+        wanted += [hashlib.sha256(rows.table.numpy().tobytes() + str(rows.ids.to_pylist()).encode()).hexdigest()]
     summary.unknown_items, summary.rare_items = new.unknown_items, new.rare_items
+    request = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
     if _done_already(output, request):
         summary.already_done = True
         return summary
     with NewDirectory(output) as place:
         summary.seconds["reading"] = time.perf_counter() - began
         show = progress or (lambda *_: None)
-        RefreshRun(bundle, new, place, as_of, requery_all, forget, summary, show).run(request)
+        requery_all = requery_all or rows is not None
+        RefreshRun(bundle, new, place, as_of, requery_all, forget, summary, show, rows).run(request)
     return summary
+
+
+def _changed(bundle: Bundle, users: str | Path, summary: Summary) -> UserRows:
+    """Rows of users' features, those of a file in place of the export's."""
+    raw, before = read_file(bundle, users, "user"), UserRows.read(bundle)
+    assert before is not None  # the file could not be read else
+    rows, summary.unknown_values = FeatureRows(bundle, bundle.tables(), "user").rows(raw)
+    summary.changed_features = len(raw.ids)
+    return before.updated(raw.ids, rows)
 
 
 def _done_already(output: Path, request: str) -> bool:

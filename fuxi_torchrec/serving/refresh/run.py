@@ -19,6 +19,7 @@ from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import (
     HISTORIES,
     STATES,
+    USER_ROWS,
     USERS,
     Bundle,
     ExportError,
@@ -35,11 +36,13 @@ from fuxi_torchrec.export.parts import (
     read_histories,
     read_users,
     write_histories,
+    write_rows,
     write_users,
 )
 from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.encoding import UserModel, batches
+from fuxi_torchrec.serving.feature_rows import UserRows
 from fuxi_torchrec.serving.forgotten import KEY as FORGOTTEN
 from fuxi_torchrec.serving.forgotten import Forgotten
 from fuxi_torchrec.serving.refresh.new_events import NewEvents
@@ -59,7 +62,11 @@ Progress = Callable[[str, int, int], None]  # what is done, users so far, users 
 
 
 class RefreshRun:
-    """One run, which writes to a place that becomes the export."""
+    """One run, which writes to a place that becomes the export.
+
+    Args:
+        user_rows: of users' features, in place of the export's.
+    """
 
     def __init__(
         self,
@@ -71,6 +78,7 @@ class RefreshRun:
         forget: Sequence[int | str],
         summary: Summary,
         progress: Progress,
+        user_rows: UserRows | None = None,
     ) -> None:
         self.bundle, self.manifest, self.place = bundle, bundle.manifest, place
         self.as_of, self.requery_all, self.summary, self.progress = as_of, requery_all, summary, progress
@@ -85,6 +93,10 @@ class RefreshRun:
         except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
             raise ExportError(f"users to forget must be {id_type}, as in the export: {error}") from None
         self.forgotten = Forgotten.of(self.manifest)
+        gone = pa.concat_arrays([self.forget, new.forgotten])
+        self.rows_changed = user_rows is not None or len(gone) > 0
+        if (rows := user_rows or self.model.user_rows) is not None:
+            self.model.user_rows = rows.without(gone)
 
     def run(self, request: str) -> None:
         """All parts, then what is the same, then the manifest."""
@@ -126,8 +138,9 @@ class RefreshRun:
             nothing, number = Histories.empty(len(some), self.manifest.features), next_number + begin // PART_USERS
             self._write_part(number, users, nothing, events.select(some), None, True)
         with self.clock("files"):
+            self._write_user_rows()
             for name in self.manifest.files:
-                if name.split("/")[0] not in (USERS, HISTORIES, STATES):
+                if name.split("/")[0] not in (USERS, HISTORIES, STATES, USER_ROWS):
                     self._link(name)
             self._finish(request)
 
@@ -305,7 +318,8 @@ class RefreshRun:
             place = {row: n for n, row in enumerate(continued + encoded)}
             if queried:
                 chosen = state.select([place[row] for row in queried])
-                users.embedding[queried] = self.model.vectors(chosen, np.full(len(queried), self.as_of)).numpy()
+                times, whose = np.full(len(queried), self.as_of), users.ids.take(pa.array(queried)).to_pylist()
+                users.embedding[queried] = self.model.vectors(chosen, times, whose).numpy()
                 users.as_of[queried] = self.as_of
                 self.summary.requeried_users += len(queried)
         if new_states is None:
@@ -327,6 +341,18 @@ class RefreshRun:
             return
         link_file(self.bundle.path / name, self.place / name)
         self.files[name] = self.manifest.files[name]
+
+    def _write_user_rows(self) -> None:
+        """What users' features add, or links where nothing changed."""
+        rows = self.model.user_rows
+        if rows is None or not self.rows_changed:
+            for path in self.bundle.parts(USER_ROWS):
+                self._link(f"{USER_ROWS}/{path.name}")
+        elif len(rows.ids):
+            name = part_name(USER_ROWS, 0)
+            (self.place / USER_ROWS).mkdir()
+            write_rows(self.place / name, rows.ids, rows.table)
+            self.files[name] = describe_file(self.place / name)
 
     def _link_part(self, number: int) -> None:
         for name in _names(number):

@@ -29,6 +29,8 @@ class Summary:
     forgotten_users: int = 0
     forgotten_events: int = 0
     unknown_forgotten: int = 0
+    changed_features: int = 0
+    unknown_values: int = 0
     parts_rewritten: int = 0
     parts_linked: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -61,6 +63,8 @@ class Summary:
             (self.forgotten_users, "users forgotten"),
             (self.forgotten_events, "events of forgotten users left out"),
             (self.unknown_forgotten, "users to forget that are not there"),
+            (self.changed_features, "users with features of the file"),
+            (self.unknown_values, "values of features that the model has no row for"),
         ):
             if count:
                 yield f"{count:,} {what}"

@@ -38,9 +38,10 @@ def filled(directory, commits=8):
     store.append(Event(f"user-{n % 7}", n, 10**9 + n, {"tags": [n, 2]} if n % 3 else None) for n in range(120))
     store.forget(["user-3"])
     store.append([Event("user-3", 5, 10**9)])
+    store.add_items([{"item_id": 500, "brand": "a"}, {"item_id": 501, "brand": None}])
     content = read_store(directory)
     rows = [row._replace(live=row.seq % 2) for row in content.events]
-    store.rewrite(ABOUT | {"as_of": 6}, [*content.forgotten, *rows])
+    store.rewrite(ABOUT | {"as_of": 6}, [*content.forgotten, *content.items, *rows])
     for n in range(commits):
         store.append([Event("user-1", n, 2 * 10**9 + n)])
     return store
@@ -50,6 +51,11 @@ def filled(directory, commits=8):
 def export(tmp_path):
     write_demo_export(tmp_path / "x", DemoExport(items=30, users=5))
     return tmp_path / "x"
+
+
+def used(data):
+    """Without the zeros after the write-ahead log's end."""
+    return len(data.rstrip(b"\0"))
 
 
 def events_of(recommender, user=1):
@@ -133,6 +139,17 @@ def test_text_that_cannot_be_written_down_is_refused(tmp_path):
         live.append(["a\ud800"], [1001], [live.manifest.as_of])
 
 
+def test_a_commit_does_not_make_the_write_ahead_log_longer(tmp_path):
+    """The length would have to be written too, each time."""
+    store = filled(tmp_path / "s", commits=0)
+    log = tmp_path / "s" / f"{STORE_FILE}-wal"
+    before, written = log.stat().st_size, used(log.read_bytes())
+    for n in range(20):
+        store.append([Event("user-1", n, 2 * 10**9 + n)])
+    assert log.stat().st_size == before and used(log.read_bytes()) > written
+    store.close()
+
+
 # --- damage ----------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +167,7 @@ def flipped(directory, content):
         if store is not None:
             store.close()
     after = read_store(directory)
-    assert (after.events[:-1], after.forgotten) == (content.events, content.forgotten)
+    assert (after.events[:-1], after.forgotten, after.items) == (content.events, content.forgotten, content.items)
     return None
 
 
@@ -166,10 +183,10 @@ def test_every_flipped_bit_is_found_or_changes_nothing(tmp_path, killed):
     assert len(files) == (4 if killed else 2)
     content = read_store(tmp_path / "whole")
     draw, harmless = random.Random(0), 0
-    places = [(name, at) for name, data in files.items() for at in range(len(data))]
+    places = [(name, at) for name, data in files.items() for at in range(used(data))]
     # the ends of the write-ahead log are what a careless reader loses
     chosen = [
-        (name, len(data) - back) for name, data in files.items() for back in (1, 30, 4000, 4100) if back <= len(data)
+        (name, used(data) - back) for name, data in files.items() for back in (1, 30, 4000, 4100) if back <= used(data)
     ]
     for name, at in chosen + draw.sample(places, FLIPS):
         shutil.rmtree(tmp_path / "d", ignore_errors=True)
@@ -191,7 +208,7 @@ def test_an_acknowledged_commit_that_the_write_ahead_log_lost_is_missed(tmp_path
     store.close()
     log = tmp_path / "d" / f"{STORE_FILE}-wal"
     data = bytearray(log.read_bytes())
-    data[-200] ^= 4  # in the last commit: SQLite takes it for one that was not finished
+    data[used(data) - 200] ^= 4  # in the last commit: SQLite takes it for one that was not finished
     log.write_bytes(data)
     with pytest.raises(
         ExportError, match=r"until \d+ of \d+ acknowledged ones are there .*events.sqlite-wal is damaged"
@@ -260,7 +277,7 @@ def test_a_full_disk_takes_nothing(export):
         recommender.append([1], [1001], [now])
         log = recommender._appender.store.path.with_name(f"{STORE_FILE}-wal")
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (log.stat().st_size + 10, before[1]))  # the kernel refuses more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (used(log.read_bytes()) + 10, before[1]))  # the kernel refuses more
         try:
             for _ in range(2):
                 with pytest.raises(ExportError, match=f"{STORE_FILE}: cannot be written, nothing was changed"):

@@ -58,6 +58,10 @@ class Sampler(ABC):
     def draw(self, items: ItemSet, at: Draw) -> Candidates:
         """The candidates of a micro-batch."""
 
+    def stands_for(self, items: ItemSet) -> float:
+        """How many known items each draw stands for where draws are compared with what is not drawn; 1 by default."""
+        return 1.0
+
     @abstractmethod
     def lookups(self, events: int, items: int) -> int:
         """Items that it looks up beside inputs and targets, at most, for so many events of a catalogue."""

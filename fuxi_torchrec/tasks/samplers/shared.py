@@ -18,5 +18,8 @@ class Shared(Sampler):
         ids_M, times_M = np.unique(items.ids[below(len(items.ids), bits)], return_counts=True)
         return Candidates(ids_M, np.log(times_M).astype(np.float32))
 
+    def stands_for(self, items: ItemSet) -> float:
+        return len(items.ids) / self.count
+
     def lookups(self, events: int, items: int) -> int:
         return self.count

@@ -28,5 +28,8 @@ class Uniform(Sampler):
             drawn_PK[part] = items.ids[below(len(items.ids), scramble(state_P1[part] + stride_K))]
         return Candidates(drawn_PK)
 
+    def stands_for(self, items: ItemSet) -> float:
+        return len(items.ids) / self.count
+
     def lookups(self, events: int, items: int) -> int:
         return events * self.count

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fuxi_torchrec.tasks import repeat_softmax as module
 from fuxi_torchrec.tasks.base import ItemSet
-from fuxi_torchrec.tasks.next_item import LossConfig, NextItem
-from fuxi_torchrec.tasks.repeats import PHASES, RepeatsConfig, edges
+from fuxi_torchrec.tasks.next_item import LossConfig, NextItem, asked_at_last, request_times
+from fuxi_torchrec.tasks.repeats import PARTS, PHASES, RepeatsConfig, edges
 from fuxi_torchrec.tasks.samplers import SAMPLERS
 
 D, ITEMS = 5, 12
@@ -49,7 +49,7 @@ def batch_of(lengths, seed=0, ordered=True):
 
 def task_of(negatives, window, similarity="cosine", seed=0, **repeats):
     config = LossConfig(negatives=negatives, num_negatives=6, similarity=similarity, temperature=0.5)
-    task = NextItem(config, RepeatsConfig(window, **repeats), D).double()
+    task = NextItem(config, RepeatsConfig(window, **{"at_last": 0.0} | repeats), D).double()
     draw = torch.Generator().manual_seed(seed)
     for parameter in task.parameters():
         parameter.data = torch.randn(parameter.shape, generator=draw, dtype=torch.float64)
@@ -62,17 +62,31 @@ def bucket(value):
 
 
 def biases(task, y, history, times, request, table):
-    """Of each item of the window, by item: tables of when and how often, y, and y·A·e."""
+    """Of each item of the window, by item: tables of when and how often, what they mean together, y, and y·U·V·e."""
     bias, found = task.repeats, {}
-    latest = sorted({item for item in history if item}, key=lambda j: -max(n for n, i in enumerate(history) if i == j))
-    for slot, item in enumerate(latest[: bias.config.window]):
-        last = max(n for n, i in enumerate(history) if i == item)
-        since = max(0, request - times[last])
-        value = bias.events_ago[bucket(len(history) - 1 - last)] + bias.items_ago[bucket(slot)]
-        value = value + bias.count[bucket(history.count(item))] + bias.since[bucket(since)] + y @ bias.repeat
+    window = {}  # of item: the events at which it has occurred since it came into the window, latest last
+    for place, item in enumerate(history):
+        if item:
+            window[item] = [*window.pop(item, []), place]
+            window = dict(list(window.items())[-bias.config.window :])
+    latest = list(reversed(window.items()))
+    before = latest[0][1][-2] if latest and len(latest[0][1]) > 1 else None  # the last item's time before its last
+    for slot, (item, places) in enumerate(latest):
+        last, since = places[-1], max(0, request - times[places[-1]])
+        gap = last - places[-2] if len(places) > 1 else 0
+        lead = 0 if before is None else last - before
+        own = {"events_ago": len(history) - 1 - last, "items_ago": slot, "count": len(places), "gap": gap}
+        own["since"] = since
+        value = sum(bias.part(name)[bucket(number)] for name, number in own.items()) + y @ bias.user
+        value = value + bias.lead[bucket(abs(lead)) + (len(bias.lead) // 2 if lead > 0 else 0)]
+        first = latest[0][1]
+        common = [max(0, request - times[first[-1]]), len(window), first[-1] - first[-2] if len(first) > 1 else 0]
+        x = [bucket(number) / 12 - 1 for number in (*own.values(), max(0, lead), *common)]
+        hidden = F.silu(bias.hidden(torch.tensor(x, dtype=y.dtype)) + y @ bias.hidden_user)
+        value = value + hidden @ bias.mix
         for n, period in enumerate(bias.config.periods):
             value = value + bias.phase[n * PHASES + math.floor(since % period / period * PHASES)]
-        found[item] = value + y @ bias.left @ bias.right @ table[item]
+        found[item] = value + y @ bias.items @ bias.items_right @ table[item]
     return found
 
 
@@ -108,11 +122,13 @@ def both(task, batch, seed=0):
     targets = task.target_maker(ItemSet(np.arange(1, ITEMS + 1), counts), seed)(0, 0, batch)
     ids = targets.items["candidates"].numpy()
     weights = targets.constants.get("log_weights")
-    weights = np.zeros(len(ids)) if weights is None else weights.double().numpy()
+    # compared with a window, each of 6 draws stands for the sixth part of the items
+    share = np.float32(math.log(ITEMS / 6) if task.config.negatives in ("shared", "uniform") else 0.0)
+    weights = share + (np.zeros(len(ids), np.float32) if weights is None else weights.numpy())
     if ids.ndim == 1:
-        drawn = [list(zip(ids.tolist(), weights, strict=True))] * len(targets.positions)
+        drawn = [list(zip(ids.tolist(), weights.tolist(), strict=True))] * len(targets.positions)
     else:
-        drawn = [[(item, 0.0) for item in row] for row in ids.tolist()]
+        drawn = [[(item, float(share)) for item in row] for row in ids.tolist()]
     # items are their own rows here
 
     def ours(outputs, table):
@@ -171,6 +187,41 @@ def test_training_begins_at_the_model_without_repeats(negatives):
     torch.testing.assert_close(losses[1], losses[0])
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_that_are_left_out_are_zero_and_not_learned(part):
+    task = task_of("full", 4, periods=PERIODS, without=(part,))
+    assert not task.repeats.part(part).any() and f"repeats.{part}" not in dict(task.named_parameters())
+    got, expected = both(task, batch_of([7, 0, 12]))
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("periods", [(), PERIODS])
+@pytest.mark.parametrize("without", [(), ("mix", "items")])
+def test_every_parameter_has_a_gradient(periods, without):
+    """Data-parallel training waits for all of them."""
+    task, batch = task_of("full", 4, periods=periods, without=without), batch_of([7, 0, 12])
+    targets = task.target_maker(ItemSet(np.arange(1, ITEMS + 1)), 0)(0, 0, batch)
+    rows = torch.randn(ITEMS + 1, D, dtype=torch.float64)
+    task(torch.randn(len(targets.positions), D, dtype=torch.float64), rows, targets)["loss"].backward()
+    assert [name for name, each in task.named_parameters() if each.grad is None] == []
+
+
+def test_a_share_of_the_targets_is_asked_for_at_the_last_event():
+    batch = batch_of([500, 0, 500])
+    after = request_times(batch)
+    never, some, always = (asked_at_last(batch, after, share, 3, 1) for share in (0.0, 0.25, 1.0))
+    assert torch.equal(never, after) and torch.equal(always, batch.timestamps)
+    differ = after != batch.timestamps
+    assert 0.1 < (some == batch.timestamps)[differ].double().mean() < 0.4
+    assert ((some == after) | (some == batch.timestamps)).all()
+    # alone as beside others
+    own = replace(batch, users=batch.users[2:], offsets=torch.tensor([0, 500]))
+    own = replace(own, timestamps=batch.timestamps[500:], items=batch.items[500:])
+    assert torch.equal(asked_at_last(own, after[500:], 0.25, 3, 1), some[500:])
+    targets = task_of("full", 4, at_last=1.0).target_maker(ItemSet(np.arange(1, ITEMS + 1)), 0)(0, 0, batch)
+    assert torch.equal(targets.constants["window_request_times"], batch.timestamps[targets.positions])
+
+
 def test_without_a_window_nothing_is_added():
     task = NextItem(LossConfig(), RepeatsConfig(), D)
     assert not list(task.parameters())
@@ -185,7 +236,9 @@ def test_an_item_that_is_in_the_window_and_drawn_counts_once():
     assert_same(got, expected)
 
 
-@pytest.mark.parametrize("wrong", [{"window": -1}, {"window": 4, "periods": (0,)}, {"window": 0, "periods": (7,)}])
+@pytest.mark.parametrize(
+    "wrong", [{"window": -1}, {"window": 4, "periods": (0,)}, {"window": 0, "periods": (7,)}, {"without": ("it",)}]
+)
 def test_settings_that_mean_nothing_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"window|periods"):
+    with pytest.raises(ValueError, match=r"window|periods|without"):
         RepeatsConfig(**wrong)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from fuxi_torchrec.artifacts import NewDirectory, follow_umask
+from fuxi_torchrec.events.features import OWNERS
 from fuxi_torchrec.training.checkpoint.info import CheckpointError, check_file, read_info
 from fuxi_torchrec.training.checkpoint.reader import CheckpointReader
 from fuxi_torchrec.training.run_directory import CONFIG, ITEMS
@@ -33,7 +34,8 @@ def plain_name(name: str) -> str | None:
     """
     if found := re.fullmatch(r"model\.(?:items|(?:item_|user_)?features)\.embedding_bags\.([^.]+)\.weight", name):
         return found[1]
-    kept = tuple(f"model.head.{part}." for part in ("encoder", "task", "item_projection", "user_projection"))
+    parts = ("encoder", "task", *(f"{owner}_projection" for owner in OWNERS))
+    kept = tuple(f"model.head.{part}." for part in parts)
     return name.removeprefix("model.head.") if name.startswith(kept) else None
 
 

@@ -35,6 +35,10 @@ def one(made, batch, position=WHERE):
     return given.targets, given.items.values().numpy()
 
 
+def sequences_of(batch):
+    return zip(batch.offsets[:-1].tolist(), batch.offsets[1:].tolist(), batch.request_timestamps, strict=True)
+
+
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -54,6 +58,20 @@ def test_a_sequence_weighs_what_its_weighting_says(weighting, power):
     assert 0 < empty < 20
     assert (found > 0).equal(batch.target_weights > 0)
     assert len(sequence_weights(random_batch(0, 0), weighting)) == 0
+
+
+@pytest.mark.parametrize("weighting", ["position", "user", "sqrt"])
+def test_targets_at_the_time_of_the_event_before_weigh_less(weighting):
+    batch = batch_of(sequences=20)
+    object.__setattr__(batch, "timestamps", batch.timestamps // 2)  # so that some share it
+    object.__setattr__(batch, "request_timestamps", batch.timestamps[batch.offsets[1:] - 1])
+    after = [[*batch.timestamps[a + 1 : b].tolist(), int(asked)][: b - a] for a, b, asked in sequences_of(batch)]
+    same = torch.tensor([time for each in after for time in each]) == batch.timestamps
+    assert 0 < same.sum() < len(same)
+    object.__setattr__(batch, "target_weights", torch.where(same, 0.5, 1.0) * batch.target_weights)
+    expected = sequence_weights(batch, weighting)
+    object.__setattr__(batch, "target_weights", torch.where(same, 2.0, 1.0) * batch.target_weights)
+    torch.testing.assert_close(sequence_weights(batch, weighting, same_time=0.5), expected)
 
 
 @pytest.mark.parametrize("weighting", ["position", "user", "sqrt"])
