@@ -171,7 +171,7 @@ class TemporalChannel(Channel):
         self.columns = config.dim
         self.state_shape = (2 * self.scales, 2, self.width)
         self.paper, self.half_life = config.preset == "paper", config.temporal_half_life
-        theta = torch.tensor([2 * math.pi / period for period in config.temporal_periods], dtype=torch.float64)
+        theta = torch.tensor(self.rates(config), dtype=torch.float64)
         # as bits: an encoder that was float32 for a while has its θ still
         self.theta_bits: Tensor
         self.register_buffer("theta_bits", theta.view(torch.int64), persistent=False)
@@ -199,6 +199,10 @@ class TemporalChannel(Channel):
         if self.alpha is not None and self.beta is not None:
             nn.init.normal_(self.alpha, std=0.02)
             nn.init.ones_(self.beta)
+
+    def rates(self, config: FuXiLinearConfig) -> list[float]:
+        """θ_k = 2π/P_k."""
+        return [2 * math.pi / period for period in config.temporal_periods]
 
     def decays_of(self) -> dict[str, Any]:
         """Where its decays are kept, by name: among its own or block 0's parameters, or buffers if they are fixed."""
