@@ -323,8 +323,8 @@ class RefreshRun:
                 vectors = self.model.vectors(chosen, times, whose)
                 users.embedding[queried], users.as_of[queried] = vectors.numpy(), self.as_of
                 if self.manifest.window:
-                    found = self.model.window_scores(chosen, vectors, times)
-                    users.window_item[queried], users.window_score[queried] = (each.numpy() for each in found)
+                    windows = self.model.window_scores(chosen, vectors, times)
+                    users.window_item[queried], users.window_score[queried] = (each.numpy() for each in windows)
                 self.summary.requeried_users += len(queried)
         if new_states is None:
             return
