@@ -5,7 +5,7 @@ endif
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo setup doctor lint types unit check integration test test-slurm test-native bench quality fuzz format wheel clean
+.PHONY: help demo setup doctor lint types unit check integration test test-slurm test-native test-gpu-offline bench quality fuzz format wheel clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -46,6 +46,11 @@ test-native: setup  ## the native kernels' tests under AddressSanitizer and Unde
 	fuxi_torchrec/ops/tests/test_backends.py fuxi_torchrec/encoders/tests/test_native.py -k "not other_sources" \
 	fuxi_torchrec/encoders/tests/test_goldens.py fuxi_torchrec/encoders/tests/test_native_operators.py
 
+test-gpu-offline:  ## the GPU kernels without a GPU: interpreted, on a pretend device, compiled; makes .venv-gpu
+	@"$(PYTHON)" setup_env.py gpu-offline
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-gpu/bin/python -m pytest -n 2 fuxi_torchrec/ops/triton
+	OMP_NUM_THREADS=1 .venv-gpu/bin/python -m benchmarks.gpu_kernels --quick
+
 bench: setup  ## all benchmarks, into benchmarks/RESULTS.md (an hour on an idle machine)
 	python -m benchmarks
 
@@ -64,4 +69,4 @@ wheel: setup  ## build dist/*.whl: one with the native kernels, for this platfor
 	python -m build --wheel --no-isolation -C--build-option=--pure
 
 clean:  ## remove .venv, caches and builds
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-gpu build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

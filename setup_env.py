@@ -1,6 +1,7 @@
 """Make `.venv` with the verified stack and this project, editable.
 
     python3.11 setup_env.py [cpu|cuda]      # by default what .venv is for, else cpu
+    python3.11 setup_env.py gpu-offline     # .venv-gpu: Triton on CPUs, for `make test-gpu-offline`
 
 Versions come from pyproject.toml. Only the standard library is used, and nothing newer than Python 3.7
 up to the version check, so that an old interpreter gets its message and not a syntax error.
@@ -20,6 +21,7 @@ OURS = VENV / ".made-by-setup-env"  # written when .venv is begun, holds the var
 STAMP = VENV / ".setup-stamp"  # written when everything passed
 PYTHON_WANTED = (3, 11)
 VARIANTS = ("cpu", "cuda")
+OFFLINE = "gpu-offline"
 
 
 def stop(message: str) -> None:
@@ -122,6 +124,28 @@ def install(variant: str) -> None:
             )
 
 
+def make_offline() -> None:
+    """.venv-gpu, of torch's CPU build where one is offered, and Triton."""
+    import tomllib
+
+    venv, wanted = ROOT / ".venv-gpu", stamp(OFFLINE)
+    stamped, python = venv / ".setup-stamp", venv / "bin" / "python"
+    if stamped.exists() and stamped.read_text() == wanted and runs(python, "-c", "import torch, triton"):
+        say(f"up to date ({OFFLINE})")
+        return
+    say("installing Triton and torch into .venv-gpu")
+    base_python = getattr(sys, "_base_executable", sys.executable)
+    needs = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][OFFLINE]
+    torch, *others = needs
+    if subprocess.run([base_python, "-m", "venv", "--clear", str(venv)]).returncode:
+        stop("could not make .venv-gpu; the reason stands above.")
+    install = [str(python), "-m", "pip", "install", "--quiet"]
+    cpu = runs(*install, "--dry-run", "--no-deps", torch + "+cpu")
+    if subprocess.run([*install, torch + "+cpu" if cpu else torch, *others]).returncode:
+        stop("pip could not install it; its own message stands above. PIP_INDEX_URL and PIP_FIND_LINKS reach pip.")
+    stamped.write_text(wanted)
+
+
 def build_kernels() -> None:
     """The native kernels, where a compiler is; without one everything works in torch, and a line says so."""
     subprocess.run([str(VENV_PYTHON), str(ROOT / "fuxi_torchrec" / "ops" / "native" / "build.py")], cwd=ROOT)
@@ -140,6 +164,11 @@ def say_torch_build() -> None:
 
 def main() -> None:
     """Check, make, install, examine."""
+    if sys.argv[1:] == [OFFLINE]:
+        check_python()
+        os.environ.pop("PYTHONPATH", None)
+        make_offline()
+        return
     variant = sys.argv[1] if len(sys.argv) > 1 else variant_there()
     if len(sys.argv) > 2 or variant not in VARIANTS:
         stop("VARIANT must be one of {}, not {!r}".format(", ".join(VARIANTS), " ".join(sys.argv[1:])))

@@ -163,7 +163,10 @@ def check_machine() -> Iterator[Finding]:
         yield Finding("devices", f"CPU only: torch is built for CUDA {torch.version.cuda}, no usable device found")
     else:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        yield Finding("devices", f"{', '.join(names)}; CUDA {torch.version.cuda} (fuxi_torchrec is untested on GPUs)")
+        yield Finding(
+            "devices",
+            f"{', '.join(names)}; CUDA {torch.version.cuda} (fuxi_torchrec was never run on a GPU: docs/gpu.md)",
+        )
     from fuxi_torchrec.ops import backends
 
     kernels = backends.found()
@@ -172,6 +175,11 @@ def check_machine() -> Iterator[Finding]:
     else:
         products = "; products by oneDNN" if kernels.onednn else ""
         yield Finding("backends", f"torch, native CPU kernels ({kernels.instruction_sets[0]}){products}")
+    if torch.cuda.is_available():
+        from fuxi_torchrec.ops import triton
+
+        missing = triton.load().missing or triton.unfit(torch.device("cuda", 0))
+        yield Finding("gpu kernels", f"blocks run in torch: {missing}" if missing else f"triton {triton.VERIFIED}")
 
 
 def _first_line(error: Exception) -> str:

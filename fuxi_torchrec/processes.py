@@ -24,7 +24,7 @@ from fuxi_torchrec.artifacts import lock
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-GRACE_SECONDS = 3.5  # from a signal to the kill: five seconds after its parent nothing is left
+GRACE_SECONDS = 3.0  # from a signal to the kill: five seconds after its parent nothing is left
 _LOOK_SECONDS = 0.25
 
 

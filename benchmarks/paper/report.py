@@ -25,11 +25,12 @@ def write(results: Path = RESULTS, page: Path = PAGE) -> int:
     found, text = shared.read(results, FILE), page.read_text()
     tables = {study: table([row for row in ROWS if row.study == study], found) for study in studies()}
     tables["efficiency"] = efficiency(json.loads((harness.RAW / "encoders-efficiency.json").read_text()))
+    for study, draw in (("scaling", scaling), ("hyper-parameters", hyper_parameters)):
+        if draw(found, results / f"paper-{study}.png"):
+            tables[study] += f"\n\n![{study}](results/paper-{study}.png)"
     for study, content in tables.items():
         text = shared.replaced(text, study, content)
     page.write_text(text)
-    scaling(found, results / "paper-scaling.png")
-    hyper_parameters(found, results / "paper-hyper-parameters.png")
     missing = [row.name for row in ROWS if row.name not in found]
     if missing:
         print(f"{len(missing)} of {len(ROWS)} rows are open")
@@ -134,15 +135,15 @@ def power_law(sizes: Sequence[float], values: Sequence[float]) -> tuple[float, f
     return math.exp(log_a), float(b)
 
 
-def scaling(found: dict[str, Found], output: Path) -> None:
-    """Quality against parameters with the fitted power law; from three sizes on."""
+def scaling(found: dict[str, Found], output: Path) -> bool:
+    """Quality against parameters with the fitted power law, from three sizes on; whether there is a figure."""
     points = sorted(
         (found[row.name]["parameters"], found[row.name]["metrics"][METRIC])
         for row in ROWS
         if row.study == "scaling" and row.name in found
     )
     if len(points) < 3:
-        return
+        return False
     sizes, values = ([point[n] for point in points] for n in range(2))
     a, b = power_law(sizes, values)
     plt = shared.pyplot()
@@ -154,10 +155,11 @@ def scaling(found: dict[str, Found], output: Path) -> None:
     figure.tight_layout()
     figure.savefig(output, dpi=110)
     plt.close(figure)
+    return True
 
 
-def hyper_parameters(found: dict[str, Found], output: Path) -> None:
-    """Quality against scales, heads and the kernel's width; a panel of which two values are known."""
+def hyper_parameters(found: dict[str, Found], output: Path) -> bool:
+    """Quality against scales, heads and the kernel's width, where two values are known; whether there is a figure."""
     usual = {"scales": 8, "heads": 4, "kernel": 32}
     reference, panels = found.get("reference-ml-1m"), {}
     for name, value in usual.items():
@@ -168,7 +170,7 @@ def hyper_parameters(found: dict[str, Found], output: Path) -> None:
         if len(known) > 1:
             panels[name] = sorted((number, each["metrics"][METRIC]) for number, each in known.items())
     if not panels:
-        return
+        return False
     plt = shared.pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(4.5 * len(panels), 3.5), squeeze=False)
     titles = {"scales": "H_t, temporal scales", "heads": "H, retention heads", "kernel": "d_p, positional kernel"}
@@ -178,3 +180,4 @@ def hyper_parameters(found: dict[str, Found], output: Path) -> None:
     figure.tight_layout()
     figure.savefig(output, dpi=110)
     plt.close(figure)
+    return True

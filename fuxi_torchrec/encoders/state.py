@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fuxi_torchrec.ops.placement import placed
+
 VERSION = 1
 _HEADER = 4  # of a byte record, int64 each: version, fingerprint, count, pending time
 
@@ -52,14 +54,22 @@ class States(Protocol):
 
 def user_index(users: Tensor | Sequence[int], count: int, device: torch.device) -> Tensor:
     """Users given as indices or as a mask, as indices."""
-    index = torch.as_tensor(users, device=device)
+    index = torch.as_tensor(users)  # on the host, if it was given there: looked at without waiting for the device
     if index.dtype == torch.bool and index.shape == (count,):
-        return torch.nonzero(index).flatten()
+        return placed(torch.nonzero(index).flatten(), device)
     if index.dim() != 1 or (len(index) and (index.dtype == torch.bool or index.is_floating_point())):
         raise ValueError(f"users must be indices or a mask of {count} users, not {index.dtype} of {tuple(index.shape)}")
     if len(index) and not 0 <= int(index.min()) <= int(index.max()) < count:
         raise ValueError(f"users must be 0 to {count - 1}, not {int(index.min())} to {int(index.max())}")
-    return index.long()
+    return placed(index.long(), device)
+
+
+def _on_host(users: Tensor | Sequence[int]) -> list[int] | None:
+    """The indices, if the host has them."""
+    index = torch.as_tensor(users)
+    if index.device.type != "cpu":
+        return None
+    return torch.nonzero(index).flatten().tolist() if index.dtype == torch.bool else index.tolist()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +83,8 @@ class EncoderState:
         pending: (B, D), the last event's row as it enters the first block; zero without events.
         memory: of each block, by channel, (B, ...): what it keeps of the committed events, decayed to the pending
             one's time; float64 where a channel needs it.
+        known: the counts again, on the host, where it has them; a state on another device is then appended to
+            without asking it.
 
     Example:
         >>> from fuxi_torchrec import EncoderState, FuXiLinearConfig, FuXiLinearEncoder
@@ -87,9 +99,14 @@ class EncoderState:
     pending_time: Tensor
     pending: Tensor
     memory: tuple[dict[str, Tensor], ...]
+    known: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.count)
+
+    def counts(self) -> Sequence[int]:
+        """Events seen, by user; waits for the device unless they are known."""
+        return self.count.tolist() if self.known is None else self.known
 
     @property
     def last_time(self) -> Tensor:
@@ -107,6 +124,7 @@ class EncoderState:
         """Change every tensor; users are the first dimension of all."""
         return replace(
             self,
+            known=None,
             count=change(self.count),
             pending_time=change(self.pending_time),
             pending=change(self.pending),
@@ -115,7 +133,11 @@ class EncoderState:
 
     def select(self, users: Tensor | Sequence[int]) -> "EncoderState":
         index = user_index(users, len(self), self.count.device)
-        return self.map(lambda tensor: tensor.index_select(0, index))
+        chosen = self.map(lambda tensor: tensor.index_select(0, index))
+        picked = _on_host(users)
+        if self.known is None or picked is None:
+            return chosen
+        return replace(chosen, known=tuple(self.known[user] for user in picked))
 
     def put(self, users: Tensor | Sequence[int], other: "EncoderState") -> "EncoderState":
         """The same with some users replaced by those of ``other``."""
@@ -124,7 +146,12 @@ class EncoderState:
         if len(index) != len(other):
             raise ValueError(f"users names {len(index)} users, other has {len(other)}")
         new = iter(other._tensors())
-        return self.map(lambda tensor: tensor.index_copy(0, index, next(new)))
+        changed = self.map(lambda tensor: tensor.index_copy(0, index, next(new)))
+        picked = _on_host(users)
+        if self.known is None or other.known is None or picked is None:
+            return changed
+        known = {**dict(enumerate(self.known)), **dict(zip(picked, other.known, strict=True))}
+        return replace(changed, known=tuple(known.values()))
 
     @staticmethod
     def concatenate(states: Sequence["EncoderState"]) -> "EncoderState":
@@ -133,7 +160,10 @@ class EncoderState:
         return states[0].map(lambda _: torch.cat(next(parts)))
 
     def to(self, device: torch.device | str) -> "EncoderState":
-        return self.map(lambda tensor: tensor.to(device))
+        moved = self.map(lambda tensor: tensor.to(device))
+        if self.count.device.type != "cpu" or moved.count.device.type == "cpu":
+            return replace(moved, known=self.known)
+        return replace(moved, known=tuple(self.count.tolist()))
 
     def _tensors(self) -> list[Tensor]:
         """In the order of :meth:`map`."""
@@ -195,7 +225,7 @@ class EncoderState:
                 )
         flat = [part.view(x.dtype).reshape(len(part), *x.shape[1:]) for part, x in zip(parts, rows, strict=True)]
         state = like.from_flat((fields[:, 2], fields[:, 3], *flat))
-        return state.map(lambda tensor: tensor.contiguous().to(like.count.device))
+        return state.map(lambda tensor: tensor.contiguous()).to(like.count.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,8 @@
 """Which implementation of an operator runs: chosen here and nowhere else, by device, dtype and what is installed.
 
 ``torch`` is always there and defines the results. ``native``, C++ kernels for CPUs in float32, is taken where its
-library was built. Results agree to float rounding.
+library was built; ``triton``, kernels for CUDA devices in float32, where Triton is installed. Results agree to float
+rounding.
 """
 
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.ops import native
+from fuxi_torchrec.ops import native, triton
 
 _wanted = ""  # the fastest there is
 _found: native.Found | None = None
@@ -35,14 +36,20 @@ def load(kernels: Path) -> None:
 
 
 def available() -> list[str]:
-    """Names for :func:`use`: torch, native where it is there, and the native kernels of each instruction set.
+    """Names for :func:`use`: torch; native where it is there, and the native kernels of each instruction set; triton.
 
     Example:
         >>> "torch" in available()
         True
     """
     sets = found().instruction_sets
-    return ["torch", *(["native"] if sets else []), *(f"native-{name}" for name in sets)]
+    return ["torch", *(["native"] if sets else []), *(f"native-{name}" for name in sets), *_triton_there()]
+
+
+def _triton_there() -> list[str]:
+    kernels = triton.load()
+    fit = kernels.interpreted or (torch.cuda.is_available() and not triton.unfit(torch.device("cuda", 0)))
+    return ["triton"] if fit and not kernels.missing else []
 
 
 @contextmanager
@@ -75,7 +82,7 @@ def _set(name: str) -> None:
 def native_block(like: Tensor) -> bool:
     """Whether a block over such rows runs in native kernels."""
     return (
-        _wanted != "torch"
+        _wanted not in ("torch", "triton")
         and like.device.type == "cpu"
         and like.dtype == torch.float32
         and not torch.is_autocast_enabled("cpu")
@@ -88,9 +95,27 @@ def native_decode(like: Tensor) -> bool:
 
     Not in an exported program: it is run where this package's operators are not known.
     """
-    return native_block(like) and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    return native_block(like) and decoding()
 
 
 def onednn_product(like: Tensor) -> bool:
     """Whether products of such rows run in oneDNN: where the CPU is one that MKL does not use well."""
     return native_block(like) and found().onednn
+
+
+def triton_block(like: Tensor, shape: triton.Shape) -> bool:
+    """Whether a block of a shape, over such rows, runs in Triton kernels: on CUDA in float32, bfloat16 under autocast.
+
+    Elsewhere only where they are asked for, in Triton's interpreter.
+    """
+    kernels = triton.load()
+    if kernels.missing or shape.uncovered() or _wanted not in ("", "triton"):
+        return False
+    if like.device.type == "cuda":
+        return like.dtype == torch.float32 and not triton.unfit(like.device)
+    return _wanted == "triton" and like.device.type == "cpu" and kernels.interpreted
+
+
+def decoding() -> bool:
+    """Whether operators without gradients, and not known where an exported program runs, may be used."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_exporting()

@@ -11,6 +11,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from fuxi_torchrec.ops.placement import placed
+
 
 class Chunks:
     """The layout of one batch for one chunk size.
@@ -31,7 +33,7 @@ class Chunks:
         counts_B = (self.lengths_B + size - 1) // size
         # users by chunk count, longest first
         order_B = torch.argsort(counts_B, descending=True, stable=True)
-        self.order_B = order_B.to(device, non_blocking=True)
+        self.order_B = placed(order_B, device)
         deepest = int(counts_B.max()) if len(counts_B) else 0
         # active[n]: users that have a chunk n; first[n]: where the chunks of index n begin
         having = torch.bincount(counts_B, minlength=deepest + 1)
@@ -45,9 +47,9 @@ class Chunks:
         user_N = order_B[torch.arange(self.count) - first[index_N]]
         begin_N = index_N * size  # position of the chunk's first event within its user
         filled_N = (self.lengths_B[user_N] - begin_N).clamp(max=size)
-        self.user_N, self.begin_N, self.filled_N = (
-            x.to(device, non_blocking=True) for x in (user_N, begin_N, filled_N)
-        )
+        # on the host, where all layouts are computed: nothing is read back from the device
+        self._user_N, self.host_begin_N, self._filled_N = user_N, begin_N, filled_N
+        self.user_N, self.begin_N, self.filled_N = (placed(x, device) for x in (user_N, begin_N, filled_N))
         self.padded = self.count * size != self.events
         self.in_order = int((counts_B > 0).sum()) <= 1  # one user: chunks lie in memory as they come
 
@@ -60,28 +62,35 @@ class Chunks:
         return 0 if has_initial or not self.active else self.active[0]
 
     @cached_property
+    def _slots(self) -> tuple[Tensor, Tensor]:
+        """On the host: the packed row of each chunk slot, and which of them hold an event."""
+        slot_C = torch.arange(self.size)
+        filled_NC = slot_C < self._filled_N[:, None]
+        begin_N1 = (self.starts_B[self._user_N] + self.host_begin_N)[:, None]
+        return begin_N1 + torch.where(filled_NC, slot_C, 0), filled_NC
+
+    @cached_property
     def row_NC(self) -> Tensor:
         """The packed row of each chunk slot; padding points at the chunk's own first row."""
-        slot_C = torch.arange(self.size, device=self.device)
-        begin_N1 = (self.starts_B.to(self.device, non_blocking=True)[self.user_N] + self.begin_N)[:, None]
-        return begin_N1 + torch.where(self.filled_NC, slot_C, 0)
+        return placed(self._slots[0], self.device)
 
     @cached_property
     def filled_NC(self) -> Tensor:
         """Which slots hold an event."""
-        return torch.arange(self.size, device=self.device) < self.filled_N[:, None]
+        return placed(self._slots[1], self.device)
 
     @cached_property
     def slot_T(self) -> Tensor:
         """The chunk slot of each packed row."""
-        slot_T = torch.empty(self.events, dtype=torch.int64, device=self.device)
-        slots = torch.arange(self.count * self.size, device=self.device).view(self.count, self.size)
-        slot_T[self.row_NC[self.filled_NC]] = slots[self.filled_NC]
-        return slot_T
+        row_NC, filled_NC = self._slots
+        slot_T = torch.empty(self.events, dtype=torch.int64)
+        slots = torch.arange(self.count * self.size).view(self.count, self.size)
+        slot_T[row_NC[filled_NC]] = slots[filled_NC]
+        return placed(slot_T, self.device)
 
     @cached_property
     def empty_slots(self) -> Tensor:
-        return torch.nonzero(~self.filled_NC.flatten()).flatten()
+        return placed(torch.nonzero(~self._slots[1].flatten()).flatten(), self.device)
 
     def cut(self, x_THK: Tensor) -> Tensor:
         """Packed rows (T, H, K) to chunks (N, H, C, K), zero where there is padding."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fuxi_torchrec.ops.chunks import Chunks, last_state, scan, scan_backward
+from fuxi_torchrec.ops.placement import placed
 from fuxi_torchrec.ops.precision import apply, at_least_float32, exactly, once, without_autocast
 
 
@@ -21,14 +22,21 @@ class ChunkPositions:
         start_B: position of each user's first event; 0 if None.
     """
 
+    index_N: Tensor | None
+
     def __init__(self, chunks: Chunks, rows: int, start_B: Tensor | None = None) -> None:
-        begin_N = chunks.begin_N if start_B is None else chunks.begin_N + start_B[chunks.user_N]
+        device = chunks.device
+        slot_C = torch.arange(chunks.size, device=device)
+        if start_B is not None and start_B.device.type != "cpu":  # which are equal only the device knows: all apart
+            begin_N = chunks.begin_N + start_B[chunks.user_N]
+            self.row_MC, self.index_N = (begin_N[:, None] + slot_C).clamp(max=rows - 1), None
+            return
+        begin_N = chunks.host_begin_N if start_B is None else chunks.host_begin_N + start_B[chunks.user_N]
         begin_M, index_N = torch.unique(begin_N.clamp(max=rows - 1), return_inverse=True)
-        slot_C = torch.arange(chunks.size, device=begin_N.device)
-        self.row_MC = (begin_M[:, None] + slot_C).clamp(max=rows - 1)
-        self.shared = len(begin_M) < chunks.count
+        self.row_MC = (placed(begin_M, device)[:, None] + slot_C).clamp(max=rows - 1)
         # without sharing, chunks of one user, in ascending order, are the unique ones as they stand
-        self.index_N = index_N if self.shared or not chunks.in_order else None
+        shared = len(begin_M) < chunks.count
+        self.index_N = placed(index_N, device) if shared or not chunks.in_order else None
 
     def spread(self, x_MX: Tensor) -> Tensor:
         """From positions to the chunks that use them."""

@@ -16,6 +16,8 @@ from fuxi_torchrec.ops import backends
 from fuxi_torchrec.ops.native import block as native
 from fuxi_torchrec.ops.native import rows as by_row
 from fuxi_torchrec.ops.product import product
+from fuxi_torchrec.ops.triton import Shape
+from fuxi_torchrec.ops.triton import block as triton
 
 # What a block keeps of B users: a tensor per channel, by the channel's name.
 BlockState = dict[str, Tensor]
@@ -57,6 +59,8 @@ class Block(nn.Module):
         self.ffn_out = nn.Parameter(torch.empty(hidden, d))  # W_3
         self.dropout = nn.Dropout(config.dropout)
         self._slots: _Slots | None = None
+        shape = Shape(d, config.num_heads, config.num_scales, config.kernel_dim)
+        self._shape = shape if config.whole else None
 
     @property
     def channels(self) -> dict[str, Channel]:
@@ -104,6 +108,8 @@ class Block(nn.Module):
         """
         if form == "chunkwise" and self.whole and backends.native_block(x_TD):
             return self._native(x_TD, sequences, state, with_state)
+        if form == "chunkwise" and self.in_triton(x_TD):
+            return self._triton(x_TD, sequences, state, with_state)
         u, columns = self.project(x_TD)
         ys, after = [], {}
         for name, channel, rows in self._with(columns):
@@ -117,16 +123,7 @@ class Block(nn.Module):
         self, x_TD: Tensor, sequences: Sequences, state: BlockState | None, with_state: bool
     ) -> tuple[Tensor, BlockState]:
         """The same as :meth:`forward`, all channels and their merge in one operator."""
-        assert self.retention is not None
-        assert isinstance(self.temporal, TemporalChannel) and isinstance(self.positional, PositionalChannel)
-        temporal_log = self.temporal.log_decay()
-        parameters = native.Parameters(
-            self.retention.log_decay(),
-            temporal_log,
-            *self.temporal.gain_and_skip(temporal_log),
-            self.positional.kernel,
-            *self.positional.gain_and_skip(),
-        )
+        parameters = self._fused_parameters()
         events = native.Events(sequences.bounds, *sequences.phases, sequences.ticks_T, sequences.start_B)
         before = None if state is None else native.Memory(**state)
         normed = by_row.layer_norm(x_TD) if self.official else by_row.rms_norm(x_TD)
@@ -135,6 +132,48 @@ class Block(nn.Module):
         z = product(self.dropout(gated), self.out_proj) + x_TD  # from here on as in merge
         hidden = by_row.swiglu(product(self.dropout(by_row.rms_norm(z)), self.ffn_in))
         return product(hidden, self.ffn_out) + z, {} if after is None else after._asdict()
+
+    def _fused_parameters(self) -> native.Parameters:
+        """Of the channels, as one operator takes them all."""
+        assert self.retention is not None
+        assert isinstance(self.temporal, TemporalChannel) and isinstance(self.positional, PositionalChannel)
+        temporal_log = self.temporal.log_decay()
+        mix = self.temporal.gain_and_skip(temporal_log)
+        positional = (self.positional.kernel, *self.positional.gain_and_skip())
+        return native.Parameters(self.retention.log_decay(), temporal_log, *mix, *positional)
+
+    def in_triton(self, x_TD: Tensor) -> bool:
+        """Whether such rows pass through Triton kernels."""
+        return self._shape is not None and backends.triton_block(x_TD, self._shape)
+
+    def _triton(
+        self, x_TD: Tensor, sequences: Sequences, state: BlockState | None, with_state: bool
+    ) -> tuple[Tensor, BlockState]:
+        """The same as :meth:`forward`, all channels and their merge in one operator, the norms in one each."""
+        before = None if state is None else native.Memory(**state)
+        gated, after = triton.block(
+            *(self._triton_projection(x_TD), sequences.triton_events, self._fused_parameters(), before),
+            *(self.official, with_state),
+        )
+        return self._triton_mix(x_TD, gated), {} if after is None else after._asdict()
+
+    def _triton_projection(self, x_TD: Tensor) -> Tensor:
+        return triton.norm(x_TD, self.official) @ self.in_proj
+
+    def _triton_mix(self, x_TD: Tensor, gated: Tensor) -> Tensor:
+        z = self.dropout(gated) @ self.out_proj + x_TD  # from here on as in merge
+        linear, gate = (self.dropout(triton.norm(z, False)) @ self.ffn_in).chunk(2, dim=-1)
+        return (linear * F.silu(gate)) @ self.ffn_out + z
+
+    def triton_step(
+        self, x_BD: Tensor, event: triton.Step, state: BlockState, store: bool, output: bool
+    ) -> tuple[Tensor, BlockState]:
+        """One event of each user: the block's output, if wanted, and the state after it, if wanted."""
+        gated, after = triton.step(
+            *(self._triton_projection(x_BD), event, self._fused_parameters(), native.Memory(**state)),
+            *(self.official, store),
+        )
+        return self._triton_mix(x_BD, gated) if output else x_BD, {} if after is None else after._asdict()
 
     def decode_parameters(self) -> list[Tensor]:
         """As :class:`fuxi_torchrec.ops.native.decode.Weights` has them; every channel must be on."""
@@ -159,6 +198,10 @@ class Block(nn.Module):
 
     def final_state(self, x_TD: Tensor, sequences: Sequences, state: BlockState) -> BlockState:
         """The state after each user's last row, where the block's output is not needed; without gradients."""
+        if self.in_triton(x_TD):
+            projection, before = self._triton_projection(x_TD), native.Memory(**state)
+            parameters = self._fused_parameters()
+            return triton.states(projection, sequences.triton_events, parameters, before, self.official)._asdict()
         columns = self.project_columns(x_TD)
         return {name: channel.final_state(rows, sequences, state[name]) for name, channel, rows in self._with(columns)}
 

@@ -99,6 +99,8 @@ class RetentionChannel(Channel):
         self.official = config.preset == "official"
         self.lag = 1 if self.official else 0
         self.decay = nn.Parameter(torch.empty(self.heads))
+        self.up_to: Tensor
+        self.register_buffer("up_to", -torch.ones(self.heads, self.heads).tril(), persistent=False)
 
     def reset_parameters(self) -> None:
         """λ_a starts near exp(−2^{−a})."""
@@ -108,7 +110,7 @@ class RetentionChannel(Channel):
         """log λ_a = −exp(−Σ_{b≤a} softplus(w_b))."""
         softplus = F.softplus(at_least_float32(self.decay))
         # not cumsum, which has no deterministic kernel for floats on GPUs
-        return -torch.exp(-(softplus.new_ones(self.heads, self.heads).tril() * softplus).sum(1))
+        return -torch.exp((self.up_to * softplus).sum(1))
 
     def forward(
         self, rows: Tensor, sequences: Sequences, form: Form, state: Tensor | None = None, with_state: bool = False
@@ -169,7 +171,12 @@ class TemporalChannel(Channel):
         self.columns = config.dim
         self.state_shape = (2 * self.scales, 2, self.width)
         self.paper, self.half_life = config.preset == "paper", config.temporal_half_life
-        self.theta = [2 * math.pi / period for period in config.temporal_periods]
+        theta = torch.tensor(self.rates(config), dtype=torch.float64)
+        # as bits: an encoder that was float32 for a while has its θ still
+        self.theta_bits: Tensor
+        self.register_buffer("theta_bits", theta.view(torch.int64), persistent=False)
+        self.periods: Tensor
+        self.register_buffer("periods", torch.tensor(config.temporal_periods, dtype=torch.int64), persistent=False)
         # in a tuple, so that it is not a submodule of this one
         self._shared: tuple[TemporalChannel, ...] = () if shared is None else (shared,)
         raw = None if shared is not None else torch.empty(self.scales)
@@ -193,6 +200,10 @@ class TemporalChannel(Channel):
             nn.init.normal_(self.alpha, std=0.02)
             nn.init.ones_(self.beta)
 
+    def rates(self, config: FuXiLinearConfig) -> list[float]:
+        """θ_k = 2π/P_k."""
+        return [2 * math.pi / period for period in config.temporal_periods]
+
     def decays_of(self) -> dict[str, Any]:
         """Where its decays are kept, by name: among its own or block 0's parameters, or buffers if they are fixed."""
         if self.decay is None:
@@ -206,8 +217,7 @@ class TemporalChannel(Channel):
     def log_decay(self) -> Tensor:
         """log r_k = θ_k · logsigmoid(w_k), θ_k = 2π/P_k."""
         raw = at_least_float32(self.raw_decay())
-        theta = torch.tensor(self.theta, dtype=raw.dtype, device="cpu").to(raw.device, non_blocking=True)
-        return theta * F.logsigmoid(raw)
+        return self.theta_bits.view(torch.float64).to(raw.dtype) * F.logsigmoid(raw)
 
     def gain_and_skip(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """α and β of the sub-heads; 1 and 0 without mixing."""

@@ -21,6 +21,8 @@ from fuxi_torchrec.encoders.fuxi_linear.tiles import Tile, part, tiles
 from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.ops import backends
 from fuxi_torchrec.ops.native import decode
+from fuxi_torchrec.ops.placement import placed
+from fuxi_torchrec.ops.triton import block as triton
 
 # So many elements, events x width, pass through all blocks at once. On a CPU, buffers of this size stay near the cache
 # and are used again; larger ones would be fetched from the system, page by page, every time.
@@ -134,7 +136,8 @@ class FuXiLinearEncoder(SequenceEncoder):
 
         memory = tuple({name: zeros(channel) for name, channel in block.channels.items()} for block in self.layers)
         count, time = (like.new_zeros(batch_size, dtype=torch.int64) for _ in range(2))
-        return EncoderState(self.fingerprint, count, time, like.new_zeros(batch_size, self.config.dim), memory)
+        known = None if like.device.type == "cpu" else (0,) * batch_size
+        return EncoderState(self.fingerprint, count, time, like.new_zeros(batch_size, self.config.dim), memory, known)
 
     @torch.no_grad()
     def append(
@@ -149,7 +152,7 @@ class FuXiLinearEncoder(SequenceEncoder):
         new = [b - a for a, b in itertools.pairwise(bounds)]
         if max(new) > 1:
             sequences = Sequences(self.config, bounds, timestamps, timestamps[:0], x.dtype, state.count)
-            return self._append_many(state, self._embed(x, sequences.position_T), sequences.bounds, timestamps)
+            return self._append_many(state, self._embed(x, sequences.position_T), bounds, timestamps)
         if min(new) == 1:
             return self.append_one(state, x, timestamps)
         users = [user for user, events in enumerate(new) if events]
@@ -170,22 +173,27 @@ class FuXiLinearEncoder(SequenceEncoder):
             kept = decode.append(_pending(state), times, self._weights())
             names = tuple(state.memory[0])
             blocks = tuple(dict(zip(names, kept[n : n + 3], strict=True)) for n in range(0, len(kept), 3))
-            return replace(state, count=state.count + 1, pending=rows, pending_time=times.clone(), memory=blocks)
-        step, x, after = self._step(state, times), state.pending, list[BlockState]()
+            return _committed(state, rows, times, blocks)
+        if self._decodes_in_triton():
+            after = self._triton_steps(state, times, store=True)[1]
+            return _committed(state, rows, times, after)
+        step, x, kept_by = self._step(state, times), state.pending, list[BlockState]()
         waiting_B1 = (state.count > 0).to(rows.dtype).unsqueeze(1)
         for block, memory in zip(self.layers, state.memory, strict=True):
-            if len(after) + 1 < len(self.blocks):
+            if len(kept_by) + 1 < len(self.blocks):
                 x, columns = block.step_output(x, step, memory)
             else:  # the last block's output is not needed
                 columns = block.project_columns(x)
             # zero columns, of a user without a pending event, write nothing
-            after.append(block.step_state([column * waiting_B1 for column in columns], step, memory))
-        return replace(state, count=state.count + 1, pending=rows, pending_time=times.clone(), memory=tuple(after))
+            kept_by.append(block.step_state([column * waiting_B1 for column in columns], step, memory))
+        return _committed(state, rows, times, tuple(kept_by))
 
     def query_unchecked(self, state: EncoderState, request_timestamps: Tensor) -> Tensor:
         """The last block's output of the pending events, queried at a time."""
         if self._decodes_natively():
             return decode.query(_pending(state), request_timestamps, self._weights())
+        if self._decodes_in_triton():
+            return self._triton_steps(state, request_timestamps, store=False)[0] * (state.count > 0).unsqueeze(1)
         step, rows = self._step(state, request_timestamps), state.pending
         for block, memory in zip(self.layers, state.memory, strict=True):
             rows, _ = block.step_output(rows, step, memory)
@@ -223,46 +231,69 @@ class FuXiLinearEncoder(SequenceEncoder):
         """The pending events, followed by something at ``next_time_B``."""
         position = (state.count - 1).clamp(0, self.config.max_positions - 1)
         passed = ticks(self.config, state.pending_time, next_time_B)
-        return Step(
-            position, passed, *temporal_vectors(self.config, state.pending_time, next_time_B, state.pending.dtype)
+        vectors = temporal_vectors(
+            *(self.config, state.pending_time, next_time_B, state.pending.dtype),
+            getattr(self.layers[0].temporal, "periods", None),
         )
+        return Step(position, passed, *vectors)
 
     def _decodes_natively(self) -> bool:
         return self.config.whole and backends.native_decode(self.positions)
+
+    def _decodes_in_triton(self) -> bool:
+        return self.layers[0].in_triton(self.positions) and backends.decoding()
+
+    def _triton_steps(
+        self, state: EncoderState, next_time_B: Tensor, store: bool
+    ) -> tuple[Tensor, tuple[BlockState, ...]]:
+        """The pending events through all blocks: the last one's output, or what all of them then keep."""
+        step, x, after = self._step(state, next_time_B), state.pending, list[BlockState]()
+        event = triton.Step(state.count, step.ticks_B, step.key_BHK, step.query_BGK, step.position_B)
+        for block, memory in zip(self.layers, state.memory, strict=True):
+            last = store and len(after) + 1 == len(self.blocks)  # its output is not needed
+            x, kept = block.triton_step(x, event, memory, store, not last)
+            after.append(kept)
+        return x, tuple(after)
 
     def _weights(self) -> decode.Weights:
         parameters = [parameter for block in self.layers for parameter in block.decode_parameters()]
         config = self.config
         return decode.Weights(parameters, config.temporal_periods, config.preset == "official", config.temporal_phases)
 
-    def _append_many(self, state: EncoderState, rows: Tensor, at: Tensor, time_T: Tensor) -> EncoderState:
+    def _append_many(self, state: EncoderState, rows: Tensor, bounds: list[int], time_T: Tensor) -> EncoderState:
         """Commit the pending event and all new ones but the last; then wait with the last.
 
-        ``rows`` are the new events' as they enter the first block, ``at`` the (B + 1,) bounds of each user's.
+        ``rows`` are the new events' as they enter the first block, ``bounds`` the B + 1 of each user's. What
+        depends on how many there are is computed on the host.
         """
-        users = len(state)
-        new_B, waiting_B = at.diff(), (state.count > 0).long()
+        users, seen = len(state), state.counts()
+        at, waiting_B = torch.tensor(bounds), (torch.tensor(seen) > 0).long()
+        new_B = at.diff()
         committed_B = torch.where(new_B > 0, new_B + waiting_B - 1, 0)
         commit_at = torch.cat((committed_B.new_zeros(1), committed_B.cumsum(0)))
-        user_X = torch.repeat_interleave(torch.arange(users, device=at.device), committed_B)
-        event_X = torch.arange(len(user_X), device=at.device) - commit_at[user_X]
+        user_X = torch.repeat_interleave(torch.arange(users), committed_B)
+        event_X = torch.arange(len(user_X)) - commit_at[user_X]
         # of the pending events first, then of the new ones
         new_X = users + at[user_X] + event_X - waiting_B[user_X]
         source_X = torch.where(event_X < waiting_B[user_X], user_X, new_X)
-        last_B = (at[1:] - 1).clamp(min=0)
+        device = rows.device
+        last_B = placed((at[1:] - 1).clamp(min=0), device)
         blocks = [{name: x.clone() for name, x in memory.items()} for memory in state.memory]
         if len(user_X):
-            times = torch.cat((state.pending_time, time_T))[source_X]
+            source = placed(source_X, device)
+            times = torch.cat((state.pending_time, time_T))[source]
             start_B = (state.count - 1).clamp(min=0)
             sequences = Sequences(self.config, commit_at.tolist(), times, time_T[last_B], rows.dtype, start_B)
-            self._commit(torch.cat((state.pending, rows))[source_X], sequences, blocks)
-        touched = new_B > 0
+            self._commit(torch.cat((state.pending, rows))[source], sequences, blocks)
+        new = placed(new_B, device)
+        touched = new > 0
         return replace(
             state,
-            count=state.count + new_B,
+            count=state.count + new,
             pending=torch.where(touched[:, None], rows[last_B], state.pending),
             pending_time=torch.where(touched, time_T[last_B], state.pending_time),
             memory=tuple(blocks),
+            known=None if state.known is None else tuple(int(n) + m for n, m in zip(new_B, seen, strict=True)),
         )
 
     def _tiles(self, rows: Tensor, sequences: Sequences) -> Iterator[tuple[Tile, Sequences, Tensor]]:
@@ -312,6 +343,12 @@ class FuXiLinearEncoder(SequenceEncoder):
         if self.config.activation_checkpointing and torch.is_grad_enabled():
             return checkpoint(block, x, sequences, form, state, with_state, use_reentrant=False)
         return block(x, sequences, form, state, with_state)
+
+
+def _committed(state: EncoderState, rows: Tensor, times: Tensor, memory: tuple[BlockState, ...]) -> EncoderState:
+    """The state that has the pending events in its memory and waits with others."""
+    known = None if state.known is None else tuple(seen + 1 for seen in state.known)
+    return replace(state, count=state.count + 1, pending=rows, pending_time=times.clone(), memory=memory, known=known)
 
 
 def _pending(state: EncoderState) -> decode.Pending:

@@ -12,21 +12,28 @@ from torch import Tensor
 
 from fuxi_torchrec.encoders.fuxi_linear.config import FuXiLinearConfig
 from fuxi_torchrec.ops.chunks import Chunks
+from fuxi_torchrec.ops.placement import placed
 from fuxi_torchrec.ops.positional import ChunkPositions
 from fuxi_torchrec.ops.temporal import ChunkTimes, phase_vectors, query_vectors
+from fuxi_torchrec.ops.triton import block as triton
+from fuxi_torchrec.ops.triton.layout import layout
 
 
 def temporal_vectors(
-    config: FuXiLinearConfig, time: Tensor, next_time: Tensor, dtype: torch.dtype
+    config: FuXiLinearConfig, time: Tensor, next_time: Tensor, dtype: torch.dtype, periods: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow; empty if the channel is off."""
+    """Keys (X, H, 2) at some times and queries (X, 2H, 2) at those that follow; empty if the channel is off.
+
+    ``periods`` are the configuration's, where they are on the device already.
+    """
     if not config.use_temporal:
         nothing = torch.empty(*time.shape, 0, 2, dtype=dtype, device=time.device)
         return nothing, nothing
     if not config.uses_phases:
         key = torch.full((*time.shape, config.num_scales, 2), 0.5**0.5, dtype=dtype, device=time.device)
         return key, key.repeat(1, 2, 1)
-    periods = torch.tensor(config.temporal_periods, dtype=torch.int64, device=time.device)
+    if periods is None:
+        periods = placed(torch.tensor(config.temporal_periods, dtype=torch.int64, device="cpu"), time.device)
     return phase_vectors(time, periods, dtype), query_vectors(phase_vectors(next_time, periods, dtype))
 
 
@@ -80,7 +87,7 @@ class Sequences:
         return self._placed(self.offsets)
 
     def _placed(self, integers: Sequence[int]) -> Tensor:
-        return torch.tensor(integers, dtype=torch.int64, device="cpu").to(self.device, non_blocking=True)
+        return placed(torch.tensor(integers, dtype=torch.int64, device="cpu"), self.device)
 
     @cached_property
     def last(self) -> tuple[Tensor, Tensor]:
@@ -154,3 +161,8 @@ class Sequences:
     def temporal_chunks(self) -> ChunkTimes:
         """Chunks of the temporal channel with their phases and clocks."""
         return ChunkTimes(self.chunks(self.config.temporal_chunk), *self.phases, *self.clocks)
+
+    @cached_property
+    def triton_events(self) -> triton.Events:
+        """As the Triton kernels take them."""
+        return triton.Events(layout(self.offsets, self.device), *self.clocks, *self.phases, self.position_T)

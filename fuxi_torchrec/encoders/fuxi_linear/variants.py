@@ -201,10 +201,9 @@ class ScaledChannel(TemporalChannel):
     It is the temporal channel on a clock that passes log(1 + g) in a gap, without phases. a starts at 1, 1/2, 1/4, …
     """
 
-    def __init__(self, config: FuXiLinearConfig, shared: TemporalChannel | None = None) -> None:
-        super().__init__(config, shared)
+    def rates(self, config: FuXiLinearConfig) -> list[float]:
         # with the paper's start of w, logsigmoid(w) = −ln 2 / 2π
-        self.theta = [2.0**-k * (2 * math.pi / math.log(2)) / TICKS_OF_LOG for k in range(self.scales)]
+        return [2.0**-k * (2 * math.pi / math.log(2)) / TICKS_OF_LOG for k in range(config.num_scales)]
 
 
 # --- order -----------------------------------------------------------------------------------------------------------

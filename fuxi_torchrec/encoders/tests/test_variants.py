@@ -196,3 +196,21 @@ def test_tables_are_trained_like_embeddings():
         "positions",
         *(f"blocks.{layer}.{name}.weights" for layer in range(2) for name in ("temporal", "positional")),
     ]
+
+
+@variants
+def test_what_the_backward_pass_keeps_grows_with_events_and_not_with_pairs(changes):
+    encoder, kept = make_encoder(**changes), []
+    for events in (256, 1024):
+        sizes = {}
+
+        def note(tensor, sizes=sizes):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes(), tensor
+            return tensor
+
+        batch = make_batch([events])
+        batch.x.requires_grad_()
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            encoder(*batch.inputs)
+        kept.append(sum(size for size, _ in sizes.values()))
+    assert kept[1] < 4.5 * kept[0]
