@@ -136,7 +136,7 @@ def ranking_table(
         for number, (title, kind, request_time) in enumerate(kinds):
             lines: list[list[str]] = []
             for what, group in groups(rows).items():
-                each = [found[row.name] for row in group if kind in found[row.name]]
+                each = [found[row.name] for row in group if request_time in found[row.name].get(kind, {})]
                 if not each:
                     continue
                 metrics = [cells([e[kind][request_time] for e in each], m) for m in columns]

@@ -71,8 +71,18 @@ def seeds(name: str, study: str, set: str, what: str, *settings: str, processes:
 
 
 BARE = "features.item={}"
-WITHOUT_REPEATS = "task.repeats={window: 0}"
+GIT_REPEATS = (  # negatives drawn and four epochs: less than half the time of a softmax over all packages
+    *("task.repeats.window=128", "task.repeats.periods=[86400,604800]", "optimizer.scalar_lr=2e-2"),
+    *("model.dropout=0.4", "train.epochs=4", "loss.negatives=shared", "loss.num_negatives=2048"),
+    "validation.every_epochs=null",
+)
+BASKETS = (  # the first product of each basket is a target
+    *("task.repeats.window=256", "task.repeats.periods=[86400,604800]", "optimizer.scalar_lr=2e-2"),
+    *("train.epochs=2", "batch.events=4096", "loss.num_negatives=2048", "loss.same_time=0"),
+)
 NARROW = ("model.dim=64", "model.num_heads=2", "optimizer.lr=4e-3", "optimizer.scalar_lr=4e-3")
+SHORT = ("train.epochs=2", "validation.every_epochs=null")
+REPEATS_64 = "task.repeats.window=64"
 BY_POSITION = "loss.weighting=position"
 LENGTHS = (50, 200, 1024, 4096, 16384)
 
@@ -138,6 +148,11 @@ ROWS: list[Row] = [
             *length(events),
         )
     ),
+    *seeds("gitlog-repeats", "gitlog-repeats", "gitlog", "repeats, window 128", *GIT_REPEATS),
+    *seeds("ml-1m-short", "movielens-repeats", "ml-1m", "no repeats", *NARROW, *SHORT, count=1),
+    *seeds("ml-1m-short-repeats", "movielens-repeats", "ml-1m", "window 64", *NARROW, *SHORT, REPEATS_64, count=1),
+    *seeds("journey", "journey", "complete-journey", "five features", *BASKETS),
+    *seeds("journey-bare", "journey", "complete-journey", "no features", *BASKETS, BARE, count=1),
     *(
         # weighed by position: by sequence, windows of different lengths would weigh users differently
         Row(f"gitlog-length-{events}", "lengths", "gitlog", f"{events:,}", (FINAL, BY_POSITION, *length(events)), 1)

@@ -6,6 +6,7 @@ Nobody reads a byte of it that was not checked: manifest.json is sealed and has 
 
 manifest.json                written last: a directory without it is not an export
 encoder.safetensors          the encoder's parameters, by their names in its class
+repeats.safetensors          the bias for items of users' windows; none if the model has none
 tables.safetensors           item_table (items + 1, D), with features of items, and feature_NAME of each feature of
                              events: raw rows; item_feature_NAME and item_projection (D, inputs) make rows of new items,
                              user_feature_NAME and user_projection those of users with other features;
@@ -15,9 +16,11 @@ item-features/NAME.parquet   the same of features of items; user-features/ of us
 user-rows/part-00000.parquet user_id, row: of users with features, what is added to the encoder's output for the query
 other-items.parquet          item_id: items of the dataset that the model does not know; index 0 in histories
 items/part-00000.parquet     item_id, index, embedding: recommendable items by index, as the score uses them
-users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row
+users/part-00000.parquet     user_id, embedding, as_of, anchor_time, anchor_count, events, last_time, state_row; with a
+                             bias window_item and window_score, what the last distinct items score in place of products
 histories/part-00000.parquet user_id, item, timestamp, features: the encoded events, row by row as in users/
-states/part-00000.bin        states of users with long histories; users/ has the row. None if states grow
+states/part-00000.bin        states of users with long histories, with their windows; users/ has the row. None if states
+                             grow
 index.faiss                  FAISS index over items/, ids are dense indices
 programs/query.pt2, append.pt2   torch.export programs. None if states grow
 """
@@ -47,9 +50,11 @@ from fuxi_torchrec.events.log import LogSpec
 from fuxi_torchrec.events.times import TimeUnit
 from fuxi_torchrec.export.options import Verify
 from fuxi_torchrec.schema import Record, read_json, sealed
+from fuxi_torchrec.tasks.repeats import RepeatBias, RepeatsConfig
 
 VERSION = 3
 MANIFEST, ENCODER, TABLES, INDEX = "manifest.json", "encoder.safetensors", "tables.safetensors", "index.faiss"
+REPEATS = "repeats.safetensors"
 ITEMS, USERS, HISTORIES, STATES, PROGRAMS = "items", "users", "histories", "states", "programs"
 FEATURES, OTHER_ITEMS, USER_ROWS = "features", "other-items.parquet", "user-rows"
 OWNED: tuple[Owner, ...] = ("item", "user")  # whose features make rows
@@ -60,7 +65,7 @@ IdType = Literal["int64", "string"]
 
 # every file that an export can have
 _NAMES = re.compile(
-    r"encoder\.safetensors|tables\.safetensors|other-items\.parquet|index(-int8)?\.faiss|programs/(query|append)\.pt2"
+    r"(encoder|tables|repeats)\.safetensors|other-items\.parquet|index(-int8)?\.faiss|programs/(query|append)\.pt2"
     r"|((item|user)-)?features/[^/\0]+\.parquet|(items|users|user-rows|histories)/part-\d{5,9}\.parquet|states/part-\d{5,9}\.bin"
 )
 _AGAIN = "export again"
@@ -97,11 +102,13 @@ class Manifest(Record):
         model_id: of these weights; states belong to exactly one.
         similarity, temperature: score = <q, e> / temperature, both of unit length for ``cosine``; embeddings in the
             export are scaled so that their inner product, over the temperature, is the score.
+        repeats: of the bias for items of users' windows: the task's own settings; empty if there is none.
         log: how the events were read, and later ones are.
         as_of: the users' request time.
         max_length: events encoded of a user, the latest.
         state_min_events: users with fewer have no state and are encoded again from their history.
-        state_bytes: of a state record, its checksum included; 0 where an encoder's states grow: none are stored.
+        state_bytes: of a state record, its window and its checksum included; 0 where an encoder's states grow: none are
+            stored.
         item_id_type, user_id_type: ``int64`` or ``string``.
         item_features, item_file: of items that the model reads, and how a file of new items is read.
         user_features, user_file: the same of users.
@@ -127,6 +134,7 @@ class Manifest(Record):
     item_id_type: IdType
     user_id_type: IdType
     log: LogSpec
+    repeats: dict[str, Any] = field(default_factory=dict)
     features: tuple[Feature, ...] = ()
     item_features: tuple[Feature, ...] = ()
     item_file: FeatureFile = field(default_factory=FeatureFile)
@@ -143,6 +151,11 @@ class Manifest(Record):
     @property
     def time_unit(self) -> TimeUnit:
         return self.log.time_unit
+
+    @property
+    def window(self) -> int:
+        """Items of a user's window; 0 where scores have no bias."""
+        return self.repeats["window"] if self.repeats else 0
 
     def features_of(self, owner: Owner) -> tuple[Feature, ...]:
         """Of events, items or users."""
@@ -163,6 +176,8 @@ class Manifest(Record):
         for name, bound in least.items():
             if not bound <= getattr(self, name) < 2**62:
                 raise ValueError(f"{name} must be at least {bound}, not {getattr(self, name)}")
+        if self.repeats and not (type(self.repeats.get("window")) is int and 0 < self.repeats["window"] <= 2**16):
+            raise ValueError(f"repeats: window must be 1 to 65536, not {self.repeats.get('window')!r}")
         if not -(2**62) < self.as_of < 2**62:
             raise ValueError(f"as_of {self.as_of} is no time")
         self._check_files()
@@ -174,8 +189,11 @@ class Manifest(Record):
             needed |= {f"{values_folder(owner)}/{f.name}.parquet" for f in self.features_of(owner) if f.vocabulary}
         needed |= {OTHER_ITEMS} if self.log.drops_rare_items else set()
         needed |= {INDEX} if self.index else set()
+        needed |= {REPEATS} if self.repeats else set()
         if missing := sorted(needed - self.files.keys()):
             raise ValueError(f"files: {', '.join(missing)} is missing")
+        if REPEATS in self.files and not self.repeats:
+            raise ValueError(f"files: {REPEATS} is there, and repeats says nothing of it")
         parts = {folder: {Path(n).stem for n in self.files if n.startswith(folder + "/")} for folder in _PARTS}
         if parts[USERS] != parts[HISTORIES] or not parts[STATES] <= parts[USERS]:
             raise ValueError("files: users/, histories/ and states/ are not of the same parts")
@@ -271,6 +289,21 @@ class Bundle:
         except (RuntimeError, SafetensorError) as error:
             raise ExportError(f"{self.path / ENCODER}: not the weights of {MANIFEST}'s model: {error}") from None
         return encoder.eval().requires_grad_(False)
+
+    def repeats(self) -> RepeatBias | None:
+        """The bias for items of users' windows, ready to serve; None if there is none."""
+        if not self.manifest.repeats:
+            return None
+        text, where = json.dumps(self.manifest.repeats), f"{self.path / MANIFEST}: repeats"
+        if odd := sorted(self.manifest.repeats.keys() ^ {field.name for field in dataclasses.fields(RepeatsConfig)}):
+            raise ExportError(f"{where}: {', '.join(odd)} is missing or unexpected; {_AGAIN}")
+        config = read_json(RepeatsConfig, text, where, ExportError, _AGAIN)
+        bias = RepeatBias(config, self.manifest.dimension)
+        try:
+            bias.load_state_dict(load_file(self.file(REPEATS)))
+        except (RuntimeError, SafetensorError) as error:
+            raise ExportError(f"{self.path / REPEATS}: not the weights of {MANIFEST}'s repeats: {error}") from None
+        return bias.eval().requires_grad_(False)
 
     def tables(self) -> dict[str, Tensor]:
         """Raw rows of the item table and of features."""

@@ -60,6 +60,8 @@ RULES = {
     "items": "index 0 is an item nobody knows: part of histories, never recommended",
     "rare items": "an item of later events that neither the model nor other-items.parquet has is index 0 too, unless "
     "log.rare_items is drop and log.min_item_events above 1: then its events are left out until the next full export",
+    "repeats": "where the model has them, items of window_item score window_score, over the temperature, in place of "
+    "the inner product; the best k are those of both, of the index's best k + window without the window's",
     "programs": "a state is (count, pending_time, pending, one tensor per channel), users first; query takes rows of "
     "user-rows/ too, 0 for users that have none, where there are features of users",
     "features of users": "the row of user-rows/ is added to the encoder's output; users that are not there have none",
@@ -98,11 +100,6 @@ def export(run: Loaded, output: str | Path, options: ExportOptions | None = None
     options, output = options or ExportOptions(), Path(output)
     with raise_on_all_ranks("preparing the export"):
         NewDirectory(output).check()
-        if run.config.task.repeats.window:
-            raise ExportError(
-                f"{run.directory.path}: trained with task.repeats.window = {run.config.task.repeats.window}: an export "
-                "does not hold users' windows, and would answer otherwise than the model; train with window 0 to export"
-            )
         as_of = choose_as_of(run, options)
         if options.index and find_spec("faiss") is None:
             raise ExportError("faiss is not installed: pip install fuxi_torchrec[serve], or leave it out: --no-index")
@@ -146,7 +143,7 @@ class _Exporter(ExportJob):
         manifest = Manifest(
             model=strict_yaml.to_dict(config)["model"],
             model_id=weights,
-            **self.run.module.task.exported(),
+            **self.about,
             dimension=config.model.dim,
             as_of=self.as_of,
             max_length=config.batch.max_length,
@@ -234,7 +231,8 @@ class _Exporter(ExportJob):
 
         def work() -> None:
             user_rows, place = self.run.lookups.users is not None, self.directory / PROGRAMS
-            worst = write_programs(detached(self.run.encoder), self.similarity, place, user_rows)
+            repeats = (self.bias(), self.about["temperature"])
+            worst = write_programs(detached(self.run.encoder), self.similarity, place, user_rows, *repeats)
             logger.info("portable programs differ from the encoder by at most %.1e", worst)
             self.wrote(f"{PROGRAMS}/{QUERY}", f"{PROGRAMS}/{APPEND}")
 

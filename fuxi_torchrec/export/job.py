@@ -12,6 +12,8 @@ from fuxi_torchrec.evaluation.loading import Loaded
 from fuxi_torchrec.events.features import Owner
 from fuxi_torchrec.export.bundle import FileEntry, IdType, describe_file
 from fuxi_torchrec.export.options import ExportOptions
+from fuxi_torchrec.tasks.repeats import RepeatBias, RepeatsConfig
+from fuxi_torchrec.tasks.window_state import window_bytes
 
 
 class ExportJob:
@@ -20,7 +22,9 @@ class ExportJob:
     Attributes:
         first: whether this is rank 0.
         files: what this rank wrote.
-        record_bytes: of a user's state; 0 where none are stored.
+        about: what the task says of scores.
+        window: items of a user's window; 0 where scores have no bias.
+        record_bytes: of a user's state and window; 0 where none are stored.
         features: of events, in the model's order.
         owned: features of items and of users, likewise.
     """
@@ -29,12 +33,23 @@ class ExportJob:
         self.run, self.directory, self.options, self.as_of = run, directory, options, as_of
         self.world, self.first, self.similarity = run.world, run.world.rank == 0, run.config.loss.similarity
         self.files: dict[str, FileEntry] = {}
-        self.record_bytes = run.encoder.state_bytes
+        self.about = run.module.task.exported()
+        self.window = int(self.about.get("repeats", {}).get("window", 0))
+        self.record_bytes = run.encoder.state_bytes and run.encoder.state_bytes + window_bytes(self.window)
         about = {feature.name: feature for feature in run.dataset.info.features}
         tables = (replace(about[t.feature], rows=t.rows, pooling=t.pooling) for t in run.tables.features)
         self.features = (*tables, *run.tables.numbers)
         lookups: dict[Owner, FeatureLookup | None] = {"item": run.lookups.items, "user": run.lookups.users}
         self.owned = {owner: () if each is None else each.table.features for owner, each in lookups.items()}
+
+    def bias(self) -> RepeatBias | None:
+        """A copy of the bias for items of users' windows, on the host; None if there is none."""
+        if not self.window:
+            return None
+        bias = RepeatBias(RepeatsConfig(**self.about["repeats"]), self.run.config.model.dim)
+        weights = self.run.module.task.exported_weights()
+        bias.load_state_dict({name: value.detach().cpu() for name, value in weights.items()})
+        return bias.eval().requires_grad_(False)
 
     def wrote(self, *names: str) -> None:
         """Note files of this rank, which are whole."""

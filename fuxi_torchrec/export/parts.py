@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from fuxi_torchrec.events.histories import Histories, Ints
 from fuxi_torchrec.export.bundle import ExportError
 
 USER, EMBEDDING, ROW = "user_id", "embedding", "row"
+WINDOW_ITEM, WINDOW_SCORE = "window_item", "window_score"
 NO_STATE = -1
 GROUP_EVENTS, GROUP_USERS = 2**16, 2**14  # of a row group of histories: what is read to find one user's
 ID_TYPES = {"int64": pa.int64(), "string": pa.string()}
@@ -36,6 +38,8 @@ class Users:
         events: encoded since the anchor.
         last_time: of the last event; 0 without events.
         state_row: in the part's states, or -1.
+        window_item, window_score: (n, W) int32, the last distinct items, 0 where there are no more; and float32, what
+            they score at as_of in place of inner products. W is 0 where scores have no bias.
     """
 
     ids: pa.Array
@@ -46,52 +50,64 @@ class Users:
     events: Ints
     last_time: Ints
     state_row: Ints
+    window_item: NDArray[np.int32]
+    window_score: NDArray[np.float32]
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def select(self, rows: Ints) -> "Users":
-        numbers = {name: getattr(self, name)[rows] for name in (EMBEDDING, *NUMBERS)}
+        numbers = {name: getattr(self, name)[rows] for name in (*NUMBERS, *VECTORS)}
         return replace(self, ids=self.ids.take(pa.array(rows)), **numbers)
 
     @staticmethod
     def stack(parts: Sequence["Users"]) -> "Users":
         """Several as one, in this order."""
-        numbers = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (EMBEDDING, *NUMBERS)}
+        numbers = {name: np.concatenate([getattr(part, name) for part in parts]) for name in (*NUMBERS, *VECTORS)}
         return Users(pa.concat_arrays([part.ids for part in parts]), **numbers)
 
     @staticmethod
-    def new(ids: pa.Array, dimension: int) -> "Users":
+    def new(ids: pa.Array, dimension: int, window: int = 0) -> "Users":
         """Users without events."""
-        columns = {name: np.zeros(len(ids), np.int64) for name in NUMBERS}
+        columns: dict[str, Any] = {name: np.zeros(len(ids), np.int64) for name in NUMBERS}
         columns["state_row"] -= 1
-        return Users(ids, np.zeros((len(ids), dimension), np.float32), **columns)
+        widths = (dimension, window, window)
+        columns |= {
+            name: np.zeros((len(ids), width), kind) for (name, kind), width in zip(VECTORS.items(), widths, strict=True)
+        }
+        return Users(ids, **columns)
 
 
-NUMBERS = tuple(field.name for field in fields(Users))[2:]
+VECTORS: dict[str, Any] = {EMBEDDING: np.float32, WINDOW_ITEM: np.int32, WINDOW_SCORE: np.float32}
+NUMBERS = tuple(field.name for field in fields(Users) if field.name not in ("ids", *VECTORS))
 
 
-def read_users(path: Path, numbers: Sequence[str] = NUMBERS, embedding: bool = True) -> Users:
-    """A part of users/; columns that are not read are empty."""
-    table = read_table(path, [USER, *([EMBEDDING] if embedding else []), *numbers])
+def read_users(path: Path, numbers: Sequence[str] = NUMBERS, embedding: bool = True, window: int = 0) -> Users:
+    """A part of users/; columns that are not read are empty. Windows, of a width, are read with embeddings."""
+    vectors = ([EMBEDDING, WINDOW_ITEM, WINDOW_SCORE] if window else [EMBEDDING]) if embedding else []
+    table = read_table(path, [USER, *vectors, *numbers])
     rows = len(table)
-    columns = {name: np.zeros(0, np.int64) for name in NUMBERS}
+    columns: dict[str, Any] = {name: np.zeros(0, np.int64) for name in NUMBERS}
     for name in numbers:
         columns[name] = pc.fill_null(table[name], NO_STATE if name == "state_row" else 0).to_numpy().astype(np.int64)
-    vectors = np.zeros((0, 0), np.float32)
-    if embedding:
-        flat = pc.list_flatten(table[EMBEDDING]).to_numpy().astype(np.float32)
-        if rows and len(flat) % rows:
-            raise ExportError(f"{path}: vectors of different widths: the file is damaged, export again")
-        vectors = flat.reshape(rows, -1) if rows else vectors
-    return Users(combined(table[USER]), vectors, **columns)
+    for name, kind in VECTORS.items():
+        columns[name] = np.zeros((rows, 0), kind)
+        if name in vectors:
+            flat = pc.list_flatten(table[name]).to_numpy().astype(kind)
+            if rows and (len(flat) % rows or (name != EMBEDDING and len(flat) != rows * window)):
+                raise ExportError(f"{path}: {name} has other widths: the file is damaged, export again")
+            columns[name] = flat.reshape(rows, -1) if rows else np.zeros((0, window if name != EMBEDDING else 0), kind)
+    return Users(combined(table[USER]), **columns)
 
 
 def write_users(path: Path, users: Users) -> None:
     """A part of users/."""
-    width = users.embedding.shape[1]
-    embedding = pa.FixedSizeListArray.from_arrays(pa.array(users.embedding.reshape(-1)), width)
-    columns = {USER: users.ids, EMBEDDING: embedding, **{name: pa.array(getattr(users, name)) for name in NUMBERS}}
+    columns = {USER: users.ids}
+    for name in VECTORS:
+        values = getattr(users, name)
+        if name == EMBEDDING or values.shape[1]:
+            columns[name] = pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
+    columns |= {name: pa.array(getattr(users, name)) for name in NUMBERS}
     parquet.write_table(path, pa.table(columns))
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -28,6 +29,7 @@ from fuxi_torchrec.export.bundle import (
     ITEM_TABLE,
     ITEMS,
     OTHER_ITEMS,
+    REPEATS,
     TABLES,
     USER_ROWS,
     ExportError,
@@ -54,10 +56,9 @@ def write_tables(job: ExportJob) -> None:
             with path.open("wb") as file:
                 file.write(header)
                 file.truncate(size)
-            state = detached(job.run.encoder).state_dict()
-            save_file({name: value.contiguous() for name, value in state.items()}, job.directory / ENCODER)
-            follow_umask(job.directory / ENCODER)
-            job.wrote(ENCODER)
+            _save(job, ENCODER, detached(job.run.encoder).state_dict())
+            if job.window:
+                _save(job, REPEATS, job.run.module.task.exported_weights())
     dist.barrier()
     with raise_on_all_ranks("writing the tables"), path.open("r+b") as file:
         for part in parts:
@@ -68,6 +69,12 @@ def write_tables(job: ExportJob) -> None:
         file.flush()
         os.fsync(file.fileno())
     dist.barrier()
+
+
+def _save(job: ExportJob, name: str, weights: Mapping[str, Tensor]) -> None:
+    save_file({key: value.detach().cpu().contiguous() for key, value in weights.items()}, job.directory / name)
+    follow_umask(job.directory / name)
+    job.wrote(name)
 
 
 def _own_rows(job: ExportJob) -> list[LocalPart]:
@@ -132,7 +139,9 @@ def model_id(job: ExportJob) -> str:
 
     def read() -> str:
         digest = hashlib.sha256(json.dumps(strict_yaml.to_dict(job.run.config)["model"]).encode())
-        for name in (ENCODER, TABLES):
+        if job.window:
+            digest.update(json.dumps(job.about["repeats"]).encode())
+        for name in (ENCODER, TABLES, *([REPEATS] if job.window else [])):
             size = crc = 0
             with (job.directory / name).open("rb") as file:
                 while block := file.read(2**22):

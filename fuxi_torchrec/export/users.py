@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fuxi_torchrec.data.batches import EventBatch
 from fuxi_torchrec.distributed import raise_on_all_ranks
@@ -16,6 +17,7 @@ from fuxi_torchrec.export.job import ExportJob, plain_ids, summed
 from fuxi_torchrec.export.parts import Users, part_name, write_histories, write_users
 from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
 from fuxi_torchrec.logging import get_logger
+from fuxi_torchrec.tasks.window_state import WindowState
 from fuxi_torchrec.training.progress import ProgressLines
 
 logger = get_logger(__name__)
@@ -35,11 +37,14 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
     number = sum(max(each, default=-1) + 1 for each in plan[: job.world.rank])  # of this rank's first part
     until = job.as_of if job.as_of < run.dataset.info.last_time else None
     own, progress, done, part = plan[job.world.rank], ProgressLines("encoded", len(rows), "users"), 0, None
+    windows = ExportedWindows(job) if job.window else None
     users = states = 0
     for step in range(len(partition.batches[0])):
         with raise_on_all_ranks("reading users"):
             batch, before = run.maker.histories(partition.batches[job.world.rank][step], max_length, until)
         state, user_rows = run.users.states(batch)
+        if windows is not None:
+            windows.find(batch)
         with raise_on_all_ranks("writing users"):
             if step < len(own):
                 part = part or _Part(job, number + own[step], model_id)
@@ -47,7 +52,7 @@ def export_users(job: ExportJob, model_id: str) -> tuple[int, int]:
                 vectors = scaled(run.users.query(state, user_rows, request_times), job.similarity)
                 if not vectors.isfinite().all():
                     raise ExportError(f"{run.checkpoint}: the encoder's outputs are not finite")
-                part.add(batch, before, vectors.cpu().numpy(), state)
+                part.add(batch, before, vectors.cpu(), state, windows)
                 if step + 1 == len(own) or own[step + 1] != own[step]:
                     written, part = part.finish(), None
                     users, states = users + len(written), states + int((written.state_row >= 0).sum())
@@ -87,17 +92,24 @@ class _Part:
         self._users: list[Users] = []
         self._histories: list[Histories] = []
 
-    def add(self, batch: EventBatch, before: Ints, vectors: NDArray[np.float32], state: Any) -> None:
+    def add(
+        self, batch: EventBatch, before: Ints, vectors: Tensor, state: Any, windows: "ExportedWindows | None"
+    ) -> None:
         offsets = batch.offsets.numpy()
         ids = plain_ids(self.job.run.maker.reader.ids_of(batch.users.numpy()))
         users = Users.new(ids, vectors.shape[1])
-        users.embedding, users.anchor_count, users.events = vectors, before, np.diff(offsets)
+        users.embedding, users.anchor_count, users.events = vectors.numpy(), before, np.diff(offsets)
+        if windows is not None:
+            users.window_item, users.window_score = windows.scored(vectors, batch.offsets.diff())
         users.as_of[:] = self.job.as_of
         times = batch.timestamps.numpy()
         users.anchor_time, users.last_time = times[offsets[:-1]], times[offsets[1:] - 1]
         if self.file is not None:
             kept = np.flatnonzero(users.events >= self.job.options.state_min_events)
-            users.state_row[kept] = self.file.append(state.select(torch.from_numpy(kept)).to_bytes())
+            records = state.select(torch.from_numpy(kept)).to_bytes()
+            if windows is not None:
+                records = torch.cat([records, windows.state.select(torch.from_numpy(kept)).to_bytes()], 1)
+            users.state_row[kept] = self.file.append(records)
         self._users.append(users)
         features = {feature.name: batch.features[feature.name] for feature in self.job.features}
         self._histories.append(Histories(offsets, batch.items.numpy(), times, features))
@@ -112,6 +124,33 @@ class _Part:
         write_histories(directory / part_name(HISTORIES, number), users.ids, Histories.stack(self._histories))
         self.job.wrote(part_name(USERS, number), part_name(HISTORIES, number))
         return users
+
+
+class ExportedWindows:
+    """The windows of a batch's users, and rows of their items."""
+
+    def __init__(self, job: ExportJob) -> None:
+        bias = job.bias()
+        assert bias is not None
+        self.job, self.bias = job, bias
+
+    def find(self, batch: EventBatch) -> None:
+        """Of a batch: a collective."""
+        run = self.job.run
+        items, offsets, times = (part.numpy() for part in (batch.items, batch.offsets, batch.timestamps))
+        self.state = WindowState.of(items, offsets, times, self.job.window)
+        ids, place = np.unique(self.state.items.numpy(), return_inverse=True)
+        lookup, dim = run.module.item_lookup(), run.tables.items.dim
+        rows = lookup.rows(torch.from_numpy(ids).long(), dim, run.model.device, run.lookups.items)
+        self.rows = scaled(rows.detach().float().cpu(), self.job.similarity)
+        self.places = torch.from_numpy(place.reshape(self.state.items.shape))
+
+    def scored(self, vectors: Tensor, counts: Tensor) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        """The items and their scores at as_of, before the temperature."""
+        times = torch.full((len(vectors),), self.job.as_of)
+        correction = self.state.correction(self.bias, counts, vectors, times, self.job.about["temperature"])
+        scores = correction.scores(vectors, self.rows, self.places)
+        return self.state.items.numpy(), torch.where(self.state.items > 0, scores, 0.0).numpy()
 
 
 def _parts(batches: Sequence[Ints], encoded: Ints, rows: Ints) -> list[int]:

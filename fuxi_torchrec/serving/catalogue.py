@@ -16,6 +16,7 @@ from fuxi_torchrec.export.bundle import DISPLAY, FEATURES, INDEX, ITEMS, OTHER_I
 from fuxi_torchrec.export.parts import combined, read_table
 from fuxi_torchrec.logging import get_logger
 from fuxi_torchrec.serving.options import Search
+from fuxi_torchrec.tasks.base import Correction
 
 logger = get_logger(__name__)
 
@@ -134,13 +135,44 @@ class Catalogue(ItemIds):
         columns = {name: column.take(pa.array(places)).to_pylist() for name, column in self.display.items()}
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def search(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Ints, Any]:
+    def search(
+        self, vectors: Tensor, k: int, seen: Sequence[Ints | None], correction: Correction | None = None
+    ) -> tuple[Ints, Any]:
         """Places in ``ids`` of the best items and their scores, (B, k) each, best first; -1 where there are no more.
 
         Args:
             vectors: (B, D) of users, as scores use them.
             seen: of each user, dense indices that are left out; None leaves nothing out.
+            correction: of scores of users' last items; those of users with ``seen`` are left out with all others.
         """
+        if correction is not None and any(indices is None for indices in seen):
+            # whatever is among the best k and not of the window is among the best k + window before the correction
+            places, scores = self._plain(vectors, k + correction.ids.shape[1], seen)
+            places, scores = self._merged(vectors, places, scores, seen, correction)
+            places, scores = places[:, :k], scores[:, :k]
+        else:
+            places, scores = self._plain(vectors, k, seen)
+        places = np.where(np.isfinite(scores), places, -1)
+        return places, scores / self.temperature
+
+    def _merged(
+        self, vectors: Tensor, places: Ints, scores: Any, seen: Sequence[Ints | None], correction: Correction
+    ) -> tuple[Ints, Any]:
+        """What was found, with items of the windows as they score: best first."""
+        ids = correction.ids.numpy()
+        own = np.minimum(np.searchsorted(self.index, ids), len(self) - 1)
+        wanted = np.array([indices is None for indices in seen], bool)[:, None]
+        own = np.where((self.index[own] == ids) & wanted, own, -1)  # empty slots are index 0, which no item has
+        scored = correction.scores(vectors, self.vectors, torch.from_numpy(own)).numpy()
+        user = np.arange(len(ids))[:, None] * (len(self) + 1) + 1
+        scores = np.where(np.isin(places + user, (own + user)[own >= 0]), -np.inf, scores)
+        places = np.concatenate([places, own], axis=1)
+        scores = np.concatenate([scores, np.where(own >= 0, scored, -np.inf)], axis=1)
+        order = np.argsort(-scores, axis=1, kind="stable")
+        return np.take_along_axis(places, order, 1), np.take_along_axis(scores, order, 1)
+
+    def _plain(self, vectors: Tensor, k: int, seen: Sequence[Ints | None]) -> tuple[Ints, Any]:
+        """Without a correction, and before the temperature."""
         k = min(k, len(self))
         scores, places = np.empty((len(vectors), k), np.float32), np.empty((len(vectors), k), np.int64)
         indexed = np.array([self._faiss is not None and indices is None for indices in seen], bool)
@@ -149,8 +181,7 @@ class Catalogue(ItemIds):
         if not indexed.all():
             rest = np.flatnonzero(~indexed).tolist()
             scores[rest], places[rest] = self._exact(vectors[rest], k, [seen[n] for n in rest])
-        places = np.where(np.isfinite(scores), places, -1)
-        return places, scores / self.temperature
+        return places, scores
 
     def _by_index(self, vectors: Tensor, k: int) -> tuple[Any, Ints]:
         """By the index, and by scoring the items that it does not have."""

@@ -14,9 +14,13 @@ from fuxi_torchrec.events.feature_table import projection_inputs
 from fuxi_torchrec.events.features import Feature
 from fuxi_torchrec.events.histories import Column, Histories, Ids, Ints, Ragged
 from fuxi_torchrec.export.bundle import ITEM_TABLE, Bundle, ExportError, scaled
+from fuxi_torchrec.export.states import TRAILER_BYTES
 from fuxi_torchrec.serving.feature_rows import UserRows, pooled_rows, projection_of
 from fuxi_torchrec.serving.new_items import ItemComposer
 from fuxi_torchrec.serving.requests import UserId
+from fuxi_torchrec.serving.windowed import WindowedStates
+from fuxi_torchrec.tasks.base import Correction
+from fuxi_torchrec.tasks.window_state import WindowState, window_bytes
 
 AT_ONCE, USERS_AT_ONCE = 2**16, 512  # events and users that are encoded in one call
 
@@ -25,7 +29,11 @@ class UserModel:
     """Encodes users as the export did; its tensors are for inference alone."""
 
     def __init__(self, bundle: Bundle) -> None:
-        self.manifest, self.encoder = bundle.manifest, bundle.encoder()
+        self.manifest, self.encoder, self.bias = bundle.manifest, bundle.encoder(), bundle.repeats()
+        size = self.encoder.state_bytes and self.encoder.state_bytes + window_bytes(self.manifest.window)
+        if size != max(0, self.manifest.state_bytes - TRAILER_BYTES):
+            said = f"state_bytes {self.manifest.state_bytes}, the encoder's states and windows have {size}"
+            raise ExportError(f"{bundle.path}: {said}: export again")
         tables = bundle.tables()
         self.items = tables[ITEM_TABLE]
         self.features = {f.name: tables[f"feature_{f.name}"] for f in self.manifest.features if f.in_table}
@@ -33,7 +41,12 @@ class UserModel:
         self.projection = projection_of(bundle, tables, "event")
         self.composer = ItemComposer(bundle, tables)
         self.user_rows = UserRows.read(bundle)
-        self.like = self.encoder.init_state(0)
+        self.like = self.init_state(0)
+
+    def init_state(self, users: int) -> States:
+        """Of users without events."""
+        empty = self.encoder.init_state(users)
+        return empty if self.bias is None else WindowedStates(empty, WindowState.empty(users, self.manifest.window))
 
     def set_rows(self, index: Ints, rows: Tensor) -> None:
         """Rows of items; those behind the table's end are new. Others may be reading it: they see the old or the new
@@ -64,15 +77,17 @@ class UserModel:
         """States after more events."""
         if not len(new.items):
             return state
-        return self.encoder.append(
-            state, self.rows(new), torch.from_numpy(new.offsets.copy()), torch.from_numpy(new.times.copy())
-        )
+        events = self.rows(new), torch.from_numpy(new.offsets.copy()), torch.from_numpy(new.times.copy())
+        if not isinstance(state, WindowedStates):
+            return self.encoder.append(state, *events)
+        windows = state.windows.append(new.items, new.offsets, new.times, state.count.numpy())
+        return WindowedStates(self.encoder.append(state.encoded, *events), windows)
 
     def encode(self, histories: Histories) -> States:
         """States of whole histories, in calls of bounded size."""
         return self.concatenate(
             [
-                self.append(self.encoder.init_state(end - begin), histories.select(np.arange(begin, end)))
+                self.append(self.init_state(end - begin), histories.select(np.arange(begin, end)))
                 for begin, end in batches(histories.lengths)
             ]
         )
@@ -94,15 +109,45 @@ class UserModel:
         Args:
             users: whose features count; None, or None among them, has none.
         """
-        found = self.encoder.query(state, torch.from_numpy(times))
+        encoded = state.encoded if isinstance(state, WindowedStates) else state
+        found = self.encoder.query(encoded, torch.from_numpy(times))
         if self.user_rows is not None and users is not None:
             found = found + self.user_rows.of(users) * (state.count > 0).unsqueeze(1)
         return scaled(found, self.manifest.similarity)
 
+    @torch.inference_mode()
+    def correction(self, state: States, vectors: Tensor, times: Ints) -> Correction | None:
+        """What scores of items of users' windows have beside products of :meth:`vectors`; None for nothing."""
+        if self.bias is None:
+            return None
+        assert isinstance(state, WindowedStates)
+        request_times, temperature = torch.from_numpy(times), self.manifest.temperature
+        return state.windows.correction(self.bias, state.count, vectors, request_times, temperature)
+
+    @torch.inference_mode()
+    def window_scores(self, state: States, vectors: Tensor, times: Ints) -> tuple[Tensor, Tensor]:
+        """(B, W) items of users' windows, 0 for empty slots, and what they score in place of products."""
+        correction = self.correction(state, vectors, times)
+        assert correction is not None
+        ids, places = torch.unique(correction.ids, return_inverse=True)
+        rows = scaled(_lookup(self.items, ids.numpy(), "items"), self.manifest.similarity)
+        scores = correction.scores(vectors, rows, places)
+        return correction.ids, torch.where(correction.ids > 0, scores, 0.0)
+
+    def records(self, state: States) -> Tensor:
+        """What :meth:`read` takes, of states of constant size."""
+        assert isinstance(state, EncoderState | WindowedStates)
+        return state.to_bytes()
+
     def read(self, records: Tensor) -> States:
         """States from stored records."""
-        assert isinstance(self.like, EncoderState)  # others are not stored
-        return EncoderState.from_bytes(records, self.like)
+        if not isinstance(self.like, WindowedStates):
+            assert isinstance(self.like, EncoderState)  # others are not stored
+            return EncoderState.from_bytes(records, self.like)
+        assert isinstance(self.like.encoded, EncoderState)
+        size = records.shape[1] - window_bytes(self.manifest.window)
+        encoded = EncoderState.from_bytes(records[:, :size], self.like.encoded)
+        return WindowedStates(encoded, WindowState.from_bytes(records[:, size:], self.manifest.window))
 
 
 def batches(cost: Ints) -> Iterator[tuple[int, int]]:

@@ -188,7 +188,7 @@ class LiveUsers:
         if rows:
             pieces.append((list(rows), self.stored.states(np.array(list(rows.values()), np.int64))))
         new = [n for n in rest if n not in rows]
-        return self._model.assemble([*pieces, (new, self._model.encoder.init_state(len(new)))])
+        return self._model.assemble([*pieces, (new, self._model.init_state(len(new)))])
 
     def _keep(self, snapshots: Sequence[Snapshot], state: States, waiting: Sequence[int]) -> None:
         changed = [

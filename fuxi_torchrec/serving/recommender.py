@@ -219,7 +219,8 @@ class Recommender:
         times = np.array([request.time for request in requests], np.int64)
         vectors = self._model.vectors(state, times, users)
         catalogue = self._catalogue  # items may be added meanwhile
-        places, scores = catalogue.search(vectors, max(request.k for request in requests), seen)
+        correction = self._model.correction(state, vectors, times)
+        places, scores = catalogue.search(vectors, max(request.k for request in requests), seen, correction)
         counts, last = state.count.tolist(), state.last_time.tolist()
         answers = []
         for n, request in enumerate(requests):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 Ints = NDArray[np.int64]
+_GATHERED = 2**22  # elements of gathered rows at a time, about
 
 
 class Events(Protocol):
@@ -109,6 +110,15 @@ class Correction:
     bias: Tensor  # (B, W)
     shift: Tensor  # (B, D)
 
+    def scores(self, queries_BD: Tensor, rows_ND: Tensor, places_BW: Tensor) -> Tensor:
+        """(B, W) of the items, whose rows are at these places; of empty slots anything."""
+        shifted_BD, found = queries_BD + self.shift, [queries_BD.new_zeros(0, places_BW.shape[1])]
+        step = max(1, _GATHERED // max(1, rows_ND.shape[1] * places_BW.shape[1]))
+        for query_CD, place_CW in zip(shifted_BD.split(step), places_BW.clamp(min=0).split(step), strict=True):
+            rows_CWD = rows_ND.index_select(0, place_CW.flatten()).view(*place_CW.shape, -1)
+            found.append(torch.bmm(rows_CWD, query_CD[..., None]).squeeze(2))
+        return torch.cat(found) + self.bias
+
     @staticmethod
     def stack(several: "Sequence[Correction | None]") -> "Correction | None":
         """Users of several, one after another; None if any is."""
@@ -157,3 +167,7 @@ class Task(nn.Module, ABC):
     @abstractmethod
     def exported(self) -> dict[str, Any]:
         """What scores are made of, for an export's manifest."""
+
+    def exported_weights(self) -> dict[str, Tensor]:
+        """Parameters that scores need beside vectors, by name; none by default."""
+        return {}

@@ -1,7 +1,7 @@
 """The next item: a softmax over its score and those of candidates."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -17,6 +17,7 @@ from fuxi_torchrec.tasks.repeat_softmax import Compared, repeat_softmax
 from fuxi_torchrec.tasks.repeats import Entries, RepeatBias, RepeatsConfig
 from fuxi_torchrec.tasks.samplers import SAMPLERS, Candidates, Draw, Sampler
 from fuxi_torchrec.tasks.softmax import LOGITS, candidate_softmax, position_softmax, scaled_items, scaled_queries
+from fuxi_torchrec.tasks.window_state import WindowState
 from fuxi_torchrec.tasks.windows import find_windows
 
 if TYPE_CHECKING:
@@ -114,22 +115,20 @@ class NextItem(Task):
         return max(LOGITS, dim * candidates) + window
 
     def correction(self, events: Events, outputs_BD: Tensor, request_times: Tensor) -> Correction | None:
-        """The bias of each user's window; every user has events."""
+        """The bias of each user's window."""
         if self.repeats is None:
             return None
-        last = events.offsets[1:] - 1
-        items, offsets = events.items.numpy(), events.offsets.numpy()
-        found = find_windows(items, offsets, self.repeats.config.window, last.numpy())
-        windows = torch.from_numpy(np.ascontiguousarray(found.last))
-        counts, gaps = torch.from_numpy(found.counts), torch.from_numpy(found.gaps(np.arange(len(items))))
-        entries = Entries.of(windows, last, counts, gaps, events.timestamps, request_times.cpu())
-        ids = torch.where(entries.there, events.items[windows], 0)
-        y_BD, temperature = scaled_items(outputs_BD, self.config.similarity), self.config.temperature
-        bias, shift = self.repeats(y_BD, entries.to(y_BD.device)), self.repeats.shift(y_BD)
-        return Correction(ids, temperature * bias, temperature * shift)
+        items, offsets, times = (part.numpy() for part in (events.items, events.offsets, events.timestamps))
+        windows = WindowState.of(items, offsets, times, self.repeats.config.window)
+        y_BD = scaled_items(outputs_BD, self.config.similarity)
+        return windows.correction(self.repeats, events.offsets.diff(), y_BD, request_times, self.config.temperature)
 
     def exported(self) -> dict[str, Any]:
-        return {"similarity": self.config.similarity, "temperature": self.config.temperature}
+        about = {"similarity": self.config.similarity, "temperature": self.config.temperature}
+        return about if self.repeats is None else {**about, "repeats": asdict(self.repeats.config)}
+
+    def exported_weights(self) -> dict[str, Tensor]:
+        return {} if self.repeats is None else self.repeats.state_dict()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.tasks.repeats import Entries
+from fuxi_torchrec.tasks.base import Correction
+from fuxi_torchrec.tasks.repeats import Entries, RepeatBias
 from fuxi_torchrec.tasks.windows import Ints, find_windows
 
 _FEW = 8  # so many events of a user are taken one after another; more at once, which is faster then
@@ -142,6 +143,13 @@ class WindowState:
             (request_times[:, None] - self.times).clamp(min=0),
         )
 
+    def correction(
+        self, bias: RepeatBias, counts: Tensor, y_BD: Tensor, request_times: Tensor, temperature: float
+    ) -> Correction:
+        """Of users' scores: ``y_BD`` as scores take them, ``counts`` and ``request_times`` as :meth:`entries`."""
+        entries = self.entries(counts.to(self.items.device), request_times.to(self.items.device)).to(y_BD.device)
+        return Correction(self.items.long(), temperature * bias(y_BD, entries), temperature * bias.shift(y_BD))
+
     def to_bytes(self) -> Tensor:
         """(B, :func:`window_bytes`) uint8."""
         return torch.cat([each.contiguous().view(torch.uint8) for each in self.tensors()], dim=1)
@@ -151,7 +159,8 @@ class WindowState:
         """Back from :meth:`to_bytes`."""
         like = WindowState.empty(0, width).tensors()
         ends = [0, *itertools.accumulate(each.element_size() * math.prod(each.shape[1:]) for each in like)]
-        parts = (records[:, begin:end].contiguous() for begin, end in itertools.pairwise(ends))
+        pieces = (records[:, begin:end] for begin, end in itertools.pairwise(ends))
+        parts = (piece.clone(memory_format=torch.contiguous_format) for piece in pieces)  # aligned
         return WindowState(*(part.view(each.dtype) for part, each in zip(parts, like, strict=True)))
 
 

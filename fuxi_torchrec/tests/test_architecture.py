@@ -42,10 +42,10 @@ ALLOWED = {
         *("config", "logging", "distributed", "artifacts", "errors", "options"),
     },
     "export": {
-        *("evaluation", "training", "embeddings", "data", "events", "encoders"),
+        *("evaluation", "training", "tasks", "embeddings", "data", "events", "encoders"),
         *("strict_yaml", "logging", "distributed", "artifacts", "errors", "options", "schema"),
     },
-    "serving": {"export", "events", "encoders", "logging", "artifacts", "options"},
+    "serving": {"export", "tasks", "events", "encoders", "logging", "artifacts", "options"},
     "api": {"export", "evaluation", "training", "data", "events", "config", "distributed", "artifacts"},
 }
 # third-party packages, and the boxes that may import them

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.artifacts import sync
-from fuxi_torchrec.encoders.state import EncoderState
 from fuxi_torchrec.events.histories import Histories, Ints, covered
 from fuxi_torchrec.events.times import now
 from fuxi_torchrec.export.bundle import (
@@ -87,6 +87,7 @@ class RefreshRun:
         self.applied: list[str] = list((self.manifest.parent or {}).get("applied", ()))
         self.files: dict[str, FileEntry] = {}
         self.users = self.states = self.done = 0
+        self.new_users = partial(Users.new, dimension=self.manifest.dimension, window=self.manifest.window)
         id_type = ID_TYPES[self.manifest.user_id_type]
         try:
             self.forget = pa.array(list(dict.fromkeys(forget)), id_type)
@@ -134,7 +135,7 @@ class RefreshRun:
         next_number = max(numbers, default=-1) + 1
         for begin in range(0, len(fresh), PART_USERS):
             some = fresh[begin : begin + PART_USERS]
-            users = Users.new(ids.take(pa.array(some)), self.manifest.dimension)
+            users = self.new_users(ids.take(pa.array(some)))
             nothing, number = Histories.empty(len(some), self.manifest.features), next_number + begin // PART_USERS
             self._write_part(number, users, nothing, events.select(some), None, True)
         with self.clock("files"):
@@ -189,9 +190,9 @@ class RefreshRun:
             self._link_part(number)
             return
         with self.clock("reading"):
-            users = read_users(self._path(USERS, number))
+            users = read_users(self._path(USERS, number), window=self.manifest.window)
             if not len(users):
-                users = Users.new(users.ids, self.manifest.dimension)
+                users = self.new_users(users.ids)
         last = np.repeat(np.where(users.events[touched] > 0, users.last_time[touched], 0), events.lengths)
         on_time = events.times >= last
         self.summary.late_events += int((~on_time).sum())
@@ -214,7 +215,7 @@ class RefreshRun:
         place = np.full(len(users), len(events))
         place[touched] = np.arange(len(touched))
         added = Histories.stack((events, Histories.empty(1, self.manifest.features))).select(place)
-        users = Users.stack((users, Users.new(new_ids, self.manifest.dimension)))
+        users = Users.stack((users, self.new_users(new_ids)))
         histories = Histories.stack((histories, Histories.empty(len(new_ids), self.manifest.features)))
         added = Histories.stack((added, new_events))
         kept = np.flatnonzero(~np.concatenate((forgotten, np.zeros(len(new_ids), bool))))
@@ -319,14 +320,16 @@ class RefreshRun:
             if queried:
                 chosen = state.select([place[row] for row in queried])
                 times, whose = np.full(len(queried), self.as_of), users.ids.take(pa.array(queried)).to_pylist()
-                users.embedding[queried] = self.model.vectors(chosen, times, whose).numpy()
-                users.as_of[queried] = self.as_of
+                vectors = self.model.vectors(chosen, times, whose)
+                users.embedding[queried], users.as_of[queried] = vectors.numpy(), self.as_of
+                if self.manifest.window:
+                    windows = self.model.window_scores(chosen, vectors, times)
+                    users.window_item[queried], users.window_score[queried] = (each.numpy() for each in windows)
                 self.summary.requeried_users += len(queried)
         if new_states is None:
             return
         with self.clock("files"):
-            assert isinstance(state, EncoderState)
-            records |= dict(zip(place, state.to_bytes(), strict=True))
+            records |= dict(zip(place, self.model.records(state), strict=True))
             enough = joined.lengths >= self.manifest.state_min_events
             kept = [row for row in rows.tolist() if row in records and enough[row]]
             users.state_row[rows] = NO_STATE

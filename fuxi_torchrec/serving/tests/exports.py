@@ -14,6 +14,8 @@ from fuxi_torchrec.export.parts import part_name, part_number, read_histories, r
 from fuxi_torchrec.export.states import StateFile
 from fuxi_torchrec.serving.encoding import UserModel
 from fuxi_torchrec.serving.tests.random_export import DAY, START, write_demo_export
+from fuxi_torchrec.serving.windowed import WindowedStates
+from fuxi_torchrec.tasks.tests.test_repeats import biases
 
 FEATURES = (Feature("action", multiple=False, pooling="sum"), Feature("tags", multiple=True, pooling="mean"))
 
@@ -110,7 +112,7 @@ def users_of(path):
     found = {}
     for users_path in bundle.parts(USERS):
         number = part_number(users_path)
-        users = read_users(users_path)
+        users = read_users(users_path, window=bundle.manifest.window)
         histories = read_histories(bundle.path / part_name(HISTORIES, number), users.ids, bundle.manifest.features)
         states_path = bundle.path / part_name(STATES, number, "bin")
         states = StateFile.open(states_path, bundle.manifest.model_id) if states_path.exists() else None
@@ -119,6 +121,7 @@ def users_of(path):
             row = {name: int(getattr(users, name)[n]) for name in ("as_of", "anchor_time", "anchor_count")}
             row |= {name: int(getattr(users, name)[n]) for name in ("events", "last_time", "state_row")}
             row["embedding"] = users.embedding[n]
+            row |= {name: getattr(users, name)[n].tolist() for name in ("window_item", "window_score")}
             state = None
             if row["state_row"] >= 0:
                 records, valid = states.get([row["state_row"]])
@@ -170,6 +173,8 @@ def check_equals_full_export(path, logs, demo, expected_users):
         y = model.encoder(model.rows(kept), offsets, times, torch.tensor([one.row["as_of"]]))
         vector = scaled(y[-1:], bundle.manifest.similarity)[0]
         torch.testing.assert_close(torch.from_numpy(one.row["embedding"]), vector.detach(), atol=1e-5, rtol=1e-5)
+        if bundle.manifest.window:
+            check_window(model, one.row, kept, vector)
         enough = bundle.manifest.state_bytes and one.row["events"] >= bundle.manifest.state_min_events
         assert (one.state is not None) == bool(enough)
         if one.state is not None:
@@ -177,7 +182,26 @@ def check_equals_full_export(path, logs, demo, expected_users):
     return found
 
 
+def check_window(model, row, history, vector):
+    """The user's window and its scores are those of the definition."""
+    wanted = window_of(model, history, vector, row["as_of"])
+    empty = model.manifest.window - len(wanted)
+    assert row["window_item"] == [*wanted, *[0] * empty]
+    scores = torch.tensor([*wanted.values(), *[0.0] * empty]) * model.manifest.temperature
+    torch.testing.assert_close(torch.tensor(row["window_score"]), scores, atol=1e-5, rtol=1e-5)
+
+
+def window_of(model, history, vector, time):
+    """Scores of the items of a history's window, latest first, by the definition of the bias."""
+    items = scaled(model.items, model.manifest.similarity)
+    found = biases(model.bias, vector, history.items.tolist(), history.times.tolist(), time, items)
+    return {item: float(items[item] @ vector / model.manifest.temperature + bias) for item, bias in found.items()}
+
+
 def assert_states_close(one, other, tolerance=1e-5):
+    if isinstance(one, WindowedStates):
+        assert [x.tolist() for x in one.windows.tensors()] == [x.tolist() for x in other.windows.tensors()]
+        one, other = one.encoded, other.encoded
     assert one.count.tolist() == other.count.tolist()
     assert one.pending_time.tolist() == other.pending_time.tolist()
     for a, b in zip(one._tensors(), other._tensors(), strict=True):

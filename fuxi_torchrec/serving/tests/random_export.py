@@ -29,6 +29,7 @@ from fuxi_torchrec.export.bundle import (
     ITEM_TABLE,
     ITEMS,
     OTHER_ITEMS,
+    REPEATS,
     STATES,
     TABLES,
     USERS,
@@ -42,6 +43,9 @@ from fuxi_torchrec.export.bundle import (
 from fuxi_torchrec.export.parts import ID_TYPES, Users, part_name, write_histories, write_users
 from fuxi_torchrec.export.states import TRAILER_BYTES, StateFile
 from fuxi_torchrec.serving.encoding import UserModel
+from fuxi_torchrec.serving.windowed import WindowedStates
+from fuxi_torchrec.tasks.repeats import RepeatBias, RepeatsConfig
+from fuxi_torchrec.tasks.window_state import window_bytes
 
 DAY = 86_400
 START = 1_700_000_000
@@ -61,6 +65,7 @@ class DemoExport:
         text_features: features whose values are ``value-INDEX``.
         log: of the LogSpec, what is not as it is by default.
         other_items: raw ids of other-items.parquet.
+        repeats: settings of a bias for items of users' windows; none if empty.
     """
 
     items: int = 200
@@ -93,6 +98,7 @@ class DemoExport:
     index: bool = True
     log: dict[str, Any] = field(default_factory=dict)
     other_items: tuple[int | str, ...] = ()
+    repeats: dict[str, Any] = field(default_factory=dict)
 
     def log_spec(self) -> LogSpec:
         """How its log was read: plain columns, unless ``log`` says more."""
@@ -126,6 +132,9 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         tables = {ITEM_TABLE: torch.randn(demo.items + 1, config.dim) / config.dim**0.5}
         for feature in demo.features:
             tables[f"feature_{feature.name}"] = torch.randn(demo.feature_rows, config.dim) / config.dim**0.5
+        bias = RepeatBias(RepeatsConfig(**demo.repeats), config.dim) if demo.repeats else None
+        if bias is not None:  # of both signs, and large enough to matter
+            save_file({name: torch.randn(p.shape) for name, p in bias.state_dict().items()}, directory / REPEATS)
     save_file(dict(encoder.state_dict()), directory / ENCODER)
     save_file(tables, directory / TABLES)
     _write_items(directory, demo, tables[ITEM_TABLE])
@@ -138,6 +147,7 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         known = pa.table({"value": [f"value-{n}" for n in index], "index": pa.array(index, pa.int32())})
         parquet.write_table(directory / FEATURES / f"{name}.parquet", known)
     as_of = demo.as_of if demo.as_of is not None else int(histories.times.max(initial=START))
+    window = demo.repeats.get("window", 0)
     manifest = Manifest(
         model=dataclasses.asdict(config),
         model_id=f"demo-{crc32_of(directory / ENCODER):08x}-{crc32_of(directory / TABLES):08x}",
@@ -147,7 +157,8 @@ def write_demo_export(directory: str | Path, demo: DemoExport | None = None) -> 
         as_of=as_of,
         max_length=demo.max_length,
         state_min_events=demo.state_min_events,
-        state_bytes=encoder.state_bytes + TRAILER_BYTES if encoder.state_bytes else 0,
+        state_bytes=encoder.state_bytes and encoder.state_bytes + window_bytes(window) + TRAILER_BYTES,
+        repeats=dataclasses.asdict(bias.config) if bias is not None else {},
         items=demo.items,
         users=0,
         states=0,
@@ -176,7 +187,7 @@ def write_user_parts(bundle: Bundle, ids: pa.Array, histories: Histories, demo: 
     for number, begin in enumerate(range(0, max(1, len(ids)), demo.users_per_part)):
         rows = np.arange(begin, min(begin + demo.users_per_part, len(ids)))
         part = histories.select(rows)
-        users = Users.new(ids.take(pa.array(rows)), manifest.dimension)
+        users = Users.new(ids.take(pa.array(rows)), manifest.dimension, manifest.window)
         users.anchor_count = np.maximum(part.lengths - manifest.max_length, 0)
         part = part.last(np.full(len(rows), manifest.max_length))
         users.as_of[:] = manifest.as_of
@@ -192,9 +203,15 @@ def encode_part(bundle: Bundle, model: UserModel, number: int, users: Users, par
     users.anchor_time[some] = part.times[part.offsets[:-1][some]]
     users.last_time[some] = part.times[part.offsets[1:][some] - 1]
     state = model.encode(part)
-    users.embedding = model.vectors(state, users.as_of).numpy()
+    vectors = model.vectors(state, users.as_of)
+    users.embedding = vectors.numpy()
+    if manifest.window:
+        users.window_item, users.window_score = (
+            each.numpy() for each in model.window_scores(state, vectors, users.as_of)
+        )
     kept = np.flatnonzero(users.events >= (manifest.state_min_events if manifest.state_bytes else np.inf))
-    if isinstance(state, EncoderState):
+    if manifest.state_bytes:
+        assert isinstance(state, EncoderState | WindowedStates)
         path = bundle.path / part_name(STATES, number, "bin")
         with StateFile.create(path, manifest.model_id, manifest.state_bytes - TRAILER_BYTES) as file:
             users.state_row[kept] = file.append(state.select(torch.from_numpy(kept)).to_bytes())

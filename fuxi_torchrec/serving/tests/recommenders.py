@@ -16,6 +16,7 @@ from fuxi_torchrec.serving.tests.exports import (
     export_of,
     histories_of,
     random_log,
+    window_of,
 )
 from fuxi_torchrec.serving.tests.random_export import DemoExport
 
@@ -40,7 +41,11 @@ def expected(path, demo, rows, time):
         model.rows(history), torch.from_numpy(history.offsets), torch.from_numpy(history.times), torch.tensor([time])
     )
     items = scaled(model.items[1:], bundle.manifest.similarity)
-    scores = items @ scaled(y[-1], bundle.manifest.similarity) / bundle.manifest.temperature
+    vector = scaled(y[-1], bundle.manifest.similarity)
+    scores = items @ vector / bundle.manifest.temperature
+    if bundle.manifest.window:
+        for item, score in window_of(model, history, vector, time).items():
+            scores[item - 1] = score
     best = torch.argsort(scores, descending=True)
     return (best + 1001).tolist(), scores[best].detach()
 

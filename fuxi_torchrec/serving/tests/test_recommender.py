@@ -24,8 +24,9 @@ from fuxi_torchrec.serving.tests.recommenders import DEMO, GROWING, change_manif
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 @pytest.mark.parametrize("features", [(), FEATURES], ids=["plain", "features"])
 @pytest.mark.parametrize("model", [DEMO.model, GROWING], ids=["constant", "growing"])
-def test_answers_are_the_models(tmp_path, similarity, features, model):
-    demo = replace(DEMO, similarity=similarity, features=features, model=model)
+@pytest.mark.parametrize("repeats", [{}, {"window": 6, "periods": (DAY,)}], ids=["", "repeats"])
+def test_answers_are_the_models(tmp_path, similarity, features, model, repeats):
+    demo = replace(DEMO, similarity=similarity, features=features, model=model, repeats=repeats)
     log, last = log_export(tmp_path, demo)
     users = [user for user in range(8) if log.of(user)]
     with Recommender.load(tmp_path / "x") as recommender:

@@ -62,7 +62,7 @@ def moved_anchors(logs, demo, users):
 
 @pytest.mark.parametrize("seed", range(11))
 def test_refreshes_equal_a_full_export(tmp_path, seed):
-    """The last three with an encoder whose states grow."""
+    """The last three with an encoder whose states grow; every other one with windows, some longer than any history."""
     draw = np.random.default_rng(seed)
     demo = replace(
         DEMO, features=FEATURES if seed % 2 else (), similarity="dot" if seed % 3 == 0 else "cosine", seed=seed
@@ -71,6 +71,8 @@ def test_refreshes_equal_a_full_export(tmp_path, seed):
         demo = replace(demo, item_id_type="string")
     if seed >= 8:
         demo = replace(demo, model={"kind": causal_mean.KIND, "dim": 16, "max_positions": 32})
+    if seed % 2 == 0:
+        demo = replace(demo, repeats={"window": (3, 9, 100)[seed % 3], "periods": (DAY, 7 * DAY)})
     users = list(range(14))
     log = random_log(draw, demo, users, most=70)
     before, after = cut(log, draw, users)

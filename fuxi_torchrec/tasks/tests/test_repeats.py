@@ -61,9 +61,9 @@ def bucket(value):
     return 0 if value < 1 else sum(edge <= value for edge in edges())
 
 
-def biases(task, y, history, times, request, table):
+def biases(bias, y, history, times, request, table):
     """Of each item of the window, by item: tables of when and how often, what they mean together, y, and y·U·V·e."""
-    bias, found = task.repeats, {}
+    found = {}
     window = {}  # of item: the events at which it has occurred since it came into the window, latest last
     for place, item in enumerate(history):
         if item:
@@ -102,7 +102,7 @@ def oracle(task, outputs, table, batch, drawn):
             y, target = outputs[at], int(batch.targets[at])
             asked = int(batch.timestamps[at + 1] if at + 1 < end else request)
             history, times = batch.items[begin : at + 1].tolist(), batch.timestamps[begin : at + 1].tolist()
-            bias = biases(task, y, history, times, asked, table)
+            bias = biases(task.repeats, y, history, times, asked, table)
             scores = {item: y @ table[item] / task.config.temperature + value for item, value in bias.items()}
             own = scores.pop(target, y @ table[target] / task.config.temperature)
             logits = [own, *scores.values()]

@@ -60,6 +60,8 @@ def test_windows_are_selected_joined_and_stored():
     records = state.to_bytes()
     assert records.shape == (3, window_bytes(4))
     assert_equal(WindowState.from_bytes(records, 4), state)
+    wide = torch.cat([torch.zeros(1, 4, dtype=torch.uint8), records[:1]], 1)
+    assert_equal(WindowState.from_bytes(wide[:, 4:], 4), state.select(torch.tensor([0])))
     some, others = state.select(torch.tensor([2, 0])), state.select(torch.tensor([1]))
     assert_equal(WindowState.concatenate([some, others]), state.select(torch.tensor([2, 0, 1])))
     assert state.nbytes == 3 * window_bytes(4)
