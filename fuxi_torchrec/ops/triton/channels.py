@@ -223,7 +223,7 @@ def temporal_outputs(t: Times, v: Tensor, states: Tensor, chunks: Chunks, y: Ten
         *(t.key_THK, t.query_TGK, v, t.log_H, t.gain_G, t.skip_G, *t.clocks, states, y, first, fill),
         *(v.stride(0), y.stride(0)),
         **constants,
-        num_warps=2,
+        num_warps=4,
     )
 
 
