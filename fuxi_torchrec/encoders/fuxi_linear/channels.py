@@ -59,6 +59,14 @@ class Channel(nn.Module, ABC):
     state_dtype: torch.dtype | None = None
     uniform_values = True
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """A channel that leaves the meta device gets its constants then: they are in no checkpoint."""
+        came_from_meta = any(buffer.is_meta for buffer in self.buffers())
+        changed = super()._apply(fn, recurse)
+        if came_from_meta and isinstance(self, RetentionChannel | TemporalChannel):
+            _fill(self)
+        return changed
+
     @abstractmethod
     def reset_parameters(self) -> None: ...
 
@@ -100,7 +108,8 @@ class RetentionChannel(Channel):
         self.lag = 1 if self.official else 0
         self.decay = nn.Parameter(torch.empty(self.heads))
         self.up_to: Tensor
-        self.register_buffer("up_to", -torch.ones(self.heads, self.heads).tril(), persistent=False)
+        self.register_buffer("up_to", torch.empty(self.heads, self.heads), persistent=False)
+        _fill(self)
 
     def reset_parameters(self) -> None:
         """λ_a starts near exp(−2^{−a})."""
@@ -150,6 +159,18 @@ class RetentionChannel(Channel):
         return y if self.official else rms_norm(y)
 
 
+@torch.no_grad()
+def _fill(channel: "RetentionChannel | TemporalChannel") -> None:
+    """The constants that are kept on the device."""
+    if isinstance(channel, RetentionChannel):
+        channel.up_to.copy_(-torch.ones(channel.heads, channel.heads, device="cpu").tril())
+        return
+    rates, periods = channel._constants
+    theta = torch.tensor(rates, dtype=torch.float64, device="cpu")
+    channel.theta_bits.copy_(theta.view(torch.int64))
+    channel.periods.copy_(torch.tensor(periods, dtype=torch.int64, device="cpu"))
+
+
 def _start_of_decay(half_life: float) -> float:
     """The raw decay with which a scale forgets half in so many periods: r_k = 2^{−1/(h P_k)}; 2.148724 for h = 1."""
     return -math.log(math.expm1(math.log(2) / (2 * math.pi * half_life)))
@@ -171,12 +192,13 @@ class TemporalChannel(Channel):
         self.columns = config.dim
         self.state_shape = (2 * self.scales, 2, self.width)
         self.paper, self.half_life = config.preset == "paper", config.temporal_half_life
-        theta = torch.tensor(self.rates(config), dtype=torch.float64)
         # as bits: an encoder that was float32 for a while has its θ still
         self.theta_bits: Tensor
-        self.register_buffer("theta_bits", theta.view(torch.int64), persistent=False)
         self.periods: Tensor
-        self.register_buffer("periods", torch.tensor(config.temporal_periods, dtype=torch.int64), persistent=False)
+        for name in ("theta_bits", "periods"):
+            self.register_buffer(name, torch.empty(self.scales, dtype=torch.int64), persistent=False)
+        self._constants = (self.rates(config), config.temporal_periods)
+        _fill(self)
         # in a tuple, so that it is not a submodule of this one
         self._shared: tuple[TemporalChannel, ...] = () if shared is None else (shared,)
         raw = None if shared is not None else torch.empty(self.scales)

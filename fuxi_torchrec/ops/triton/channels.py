@@ -58,7 +58,7 @@ class Sources(NamedTuple):
 
 def _warps(constants: dict[str, Any]) -> int:
     """Wide heads spill with four."""
-    return 8 if constants["BK"] > 32 else 4
+    return 8 if max(constants["BK"], constants["BV"]) > 32 else 4
 
 
 def _blocks(constants: dict[str, Any]) -> int:
@@ -172,6 +172,7 @@ def constant_step(spec: Constant, x: Sources, seen_B: Tensor, state: Tensor, y: 
         *(x.q.stride(0), x.k.stride(0), x.v.stride(0), y.stride(0)),
         **constants,
         STORE=after is not None,
+        num_warps=_warps(constants),
     )
 
 
@@ -222,7 +223,7 @@ def temporal_outputs(t: Times, v: Tensor, states: Tensor, chunks: Chunks, y: Ten
         *(t.key_THK, t.query_TGK, v, t.log_H, t.gain_G, t.skip_G, *t.clocks, states, y, first, fill),
         *(v.stride(0), y.stride(0)),
         **constants,
-        num_warps=2,
+        num_warps=4,
     )
 
 
