@@ -212,7 +212,7 @@ def check_answer(recommender: Recommender, now: int) -> None:
         ids, scores = model.window_scores(state, vectors, when)
         every[ids[0][ids[0] > 0]] = scores[0][ids[0] > 0]
     best = (every[1:].topk(10).indices + 1).tolist()
-    found = [item - 1000 for item in recommender.recommend([0], now)[0].items]
+    found = [int(item) - 1000 for item in recommender.recommend([0], now)[0].items]
     if found != best:
         raise AssertionError(f"the best of all scores are {best}, the answer is {found}")
 
