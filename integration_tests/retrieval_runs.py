@@ -142,8 +142,23 @@ def metrics(found):
     return result | {"mrr": sum(1 / r for r in known) / n, "users": n, "unknown_targets": n - len(known)}
 
 
-def bucketed(found):
-    names = [*(f"<={bound}" for bound in BUCKETS), ">5000"]
-    which = [next((f"<={b}" for b in BUCKETS if length <= b), ">5000") for _, length in found]
-    groups = {name: [f for f, w in zip(found, which, strict=True) if w == name] for name in names}
-    return {**metrics(found), "by_history_length": {name: metrics(group) for name, group in groups.items() if group}}
+KINDS = ("by_history_length", "by_repeats", "by_distance")
+
+
+def bucketed(run, found):
+    """Metrics of everybody, and of the test targets' users by history, counted user by user."""
+    groups = {kind: {} for kind in KINDS}
+    histories = [items for _, items, *_ in run.histories if len(items) > 1]
+    for (*items, target), each in zip(histories, found, strict=True):
+        known = [item for item in items if run.known[item]]
+        share = (len(known) - len(set(known))) / max(1, len(known))
+        back = items[::-1].index(target) + 1 if target in items else None
+        names = (
+            next((f"<={bound}" for bound in BUCKETS if len(items) <= bound), ">5000"),
+            next(name for name in ("0", "<=0.25", "<=0.5", "<=0.75", "<=1") if share <= float(name.strip("<="))),
+            ("1-10" if back <= 10 else "11-100") if back else "never",  # no history is longer
+        )
+        for kind, name in zip(KINDS, names if run.known[target] else (*names[:2], "unknown"), strict=True):
+            groups[kind].setdefault(name, []).append(each)
+    by_name = {kind: {name: metrics(group) for name, group in each.items()} for kind, each in groups.items()}
+    return {**metrics(found), **by_name}

@@ -49,9 +49,11 @@ def counted(trained, data):
         run = small.plain(trained / sharding, data)
         for seen in (False, True):
             for request_time in ("target", "last"):
-                found[sharding, seen, request_time] = small.bucketed(small.ranks(run, "test", request_time, seen))
+                found[sharding, seen, request_time] = small.bucketed(run, small.ranks(run, "test", request_time, seen))
     assert found["row_wise", False, "last"]["unknown_targets"] > 0
     assert found["row_wise", False, "last"] != found["row_wise", True, "last"]
+    assert found["row_wise", False, "last"]["by_distance"].keys() == {"never", "1-10", "11-100", "unknown"}
+    assert len(found["row_wise", False, "last"]["by_repeats"]) >= 3
     return found
 
 
@@ -64,11 +66,12 @@ def test_metrics_are_those_of_counting(workers, trained, counted, sharding, proc
         assert found["users_without_target"] == 1
         for request_time in ("target", "last"):
             wanted = dict(counted[sharding, seen, request_time])
-            groups, wanted_groups = found[request_time].pop("by_history_length"), wanted.pop("by_history_length")
+            for kind in small.KINDS:
+                groups, wanted_groups = found[request_time].pop(kind), wanted.pop(kind)
+                assert groups.keys() == wanted_groups.keys()
+                for name, metrics in groups.items():
+                    assert metrics == pytest.approx(wanted_groups[name])
             assert found[request_time] == pytest.approx(wanted)
-            assert groups.keys() == wanted_groups.keys()
-            for name, metrics in groups.items():
-                assert metrics == pytest.approx(wanted_groups[name])
 
 
 def test_ties_occur_in_these_tests(trained, data):
@@ -99,10 +102,15 @@ def test_baselines_stand_beside_the_model(workers, trained):
     for seen in (False, True):
         baselines = found["test", seen]["baselines"]
         assert baselines.keys() == set(NAMES)
+        if not seen:  # up to 10 events back, the user's latest items are among the first 10
+            assert baselines["recent items"]["by_distance"]["1-10"]["hr@10"] == 1
         for name, metrics in baselines.items():
-            assert {k: v for k, v in metrics.items() if k != "by_history_length"} == pytest.approx(
-                {k: v for k, v in two["test", seen]["baselines"][name].items() if k != "by_history_length"}
-            )
+            others = two["test", seen]["baselines"][name]
+            for kind in small.KINDS:
+                groups, others_groups = metrics.pop(kind), others.pop(kind)
+                assert groups.keys() == others_groups.keys()
+                assert all(groups[each] == pytest.approx(others_groups[each]) for each in groups)
+            assert metrics == pytest.approx(others)
 
 
 def ranked_to(run_dir, file):
@@ -137,6 +145,8 @@ def test_the_program_writes_a_file_and_prints_a_table(trained, tmp_path):
     found = json.loads((run / "eval-test.json").read_text())
     assert found["filter_seen"] and "target" not in found
     for words in ("queried at the last event's time", "popularity", "recent items", "transitions", "<=50", "hr@200"):
+        assert words in done.stdout
+    for words in ("HR@10/NDCG@10 by share of repeats in the history", "by events back to the target", "never"):
         assert words in done.stdout
 
 

@@ -78,13 +78,15 @@ def test_a_run_is_explained_in_a_table_and_a_figure(workers, tmp_path):
     from integration_tests import runs
 
     settings = [f"data.path={runs.small_dataset(tmp_path / 'set')}", "train.max_steps=2"]
+    settings += ["task.repeats.window=8", "task.repeats.periods=[86400]"]
     workers(2).run(runs.run, tmp_path / "run", settings)
     explain = [sys.executable, "-m", "pipelines.explain", "--run-dir", str(tmp_path / "run")]
     done = subprocess.run(explain, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
-    for words in ("block 0", "retention", "half-life", "period"):
+    for words in ("block 0", "retention", "half-life", "period", "by distinct items ago", "by phase of 1 d"):
         assert words in done.stdout
-    assert (tmp_path / "run" / "explain.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("explain.png", "explain-repeats.png"):
+        assert (tmp_path / "run" / name).read_bytes().startswith(b"\x89PNG")
     missing = [*explain, "--checkpoint", "7"]
     done = subprocess.run(missing, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1 and "there are step-000000002" in done.stderr

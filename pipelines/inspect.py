@@ -1,4 +1,4 @@
-"""What a dataset holds: counts, lengths, gaps, ties, features, a sample user.
+"""What a dataset holds: counts, lengths, gaps, ties, repeats, features, a sample user.
 
 python -m pipelines.inspect DIR [--user ROW] [--png FILE]
 """
@@ -11,9 +11,10 @@ import numpy as np
 
 from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.reader import Reader
+from fuxi_torchrec.data.repeats import DISTANCES, SHARES, distances, repeat_shares
 from fuxi_torchrec.events.errors import DataError
 from fuxi_torchrec.events.features import Feature, Owner
-from fuxi_torchrec.events.histories import Ragged
+from fuxi_torchrec.events.histories import Ragged, bounds_of
 from fuxi_torchrec.events.times import PER_SECOND, show_time
 
 GAP_BOUNDS = {
@@ -49,6 +50,25 @@ def gap_histogram(reader: Reader) -> dict[str, int]:
         counts += np.bincount(np.searchsorted(bounds, gaps), minlength=len(counts))
     names = [*(f"<= {name}" if bound else name for name, bound in GAP_BOUNDS.items()), "longer"]
     return {name: int(count) for name, count in zip(names, counts, strict=True)}
+
+
+def repeat_histograms(reader: Reader) -> tuple[dict[str, int], dict[str, int]]:
+    """Users by the share of repeats before their last event, and by how many events before it its item was last."""
+    shares, far = np.zeros(len(SHARES), np.int64), np.zeros(len(DISTANCES), np.int64)
+    for number in range(len(reader.groups)):
+        block = reader.block(number)
+        some = block.lengths > 1
+        last = block.offsets[1:][block.lengths > 0] - 1
+        items, offsets = np.delete(block.items, last), bounds_of(np.maximum(block.lengths - 1, 0))
+        targets = np.zeros(len(some), np.int64)
+        targets[block.lengths > 0] = block.items[last]
+        shares += np.bincount(repeat_shares(items, offsets)[some], minlength=len(SHARES))
+        far += np.bincount(distances(items, offsets, targets)[some], minlength=len(DISTANCES))
+    # items are unknown with prepare --rare-items unknown alone
+    by_distance = {
+        name: count for name, count in zip(DISTANCES, far.tolist(), strict=True) if count or name != "unknown"
+    }
+    return dict(zip(SHARES, shares.tolist(), strict=True)), by_distance
 
 
 def sample_user(reader: Reader, row: int, events: int = 10) -> str:
@@ -173,6 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(bars(info.length_histogram))
         print("time between events:")
         print(bars(gap_histogram(reader)))
+        by_share, by_distance = repeat_histograms(reader)
+        print("users by share of repeats before their last event:")
+        print(bars(by_share))
+        print("users by how many events before the last its item was:")
+        print(bars(by_distance))
         for line in of_events(dataset):
             print(line)
         for owner in ("item", "user"):

@@ -1,6 +1,7 @@
-"""What blocks have learned, as curves: printed at a few places, drawn in full."""
+"""What has been learned, as curves: printed at a few places, drawn in full."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -41,7 +42,7 @@ class Curve:
     title: str
     x: list[float]
     y: list[float]
-    over: Literal["time", "events", "channel", "head", "place"]
+    over: Literal["time", "events", "items", "count", "phase", "channel", "head", "place"]
 
     def text(self) -> str:
         shown = sorted({round(n * (len(self.x) - 1) / (_SHOWN - 1)) for n in range(_SHOWN)})
@@ -53,15 +54,26 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Those of all blocks, as text and as a figure."""
+    """Those of all blocks, as text and as a figure.
+
+    Attributes:
+        blocks: a row of the figure each.
+        names: of the blocks; numbers by default.
+        note: the last line of the text.
+    """
 
     blocks: list[list[Curve]]
+    names: Sequence[str] = ()
+    note: str = ""
+
+    def _name(self, number: int) -> str:
+        return self.names[number] if self.names else f"block {number}"
 
     def text(self) -> str:
         lines = []
         for number, curves in enumerate(self.blocks):
-            lines += [f"block {number}", *(curve.text() for curve in curves)]
-        return "\n".join(lines)
+            lines += [self._name(number), *(curve.text() for curve in curves)]
+        return "\n".join([*lines, self.note] if self.note else lines)
 
     def draw(self, title: str, output: Path) -> None:
         """A row of panels per block."""
@@ -70,18 +82,20 @@ class Curves:
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
 
-        columns = len(self.blocks[0])
+        columns = max(len(curves) for curves in self.blocks)
         figure, axes = plt.subplots(
             len(self.blocks), columns, figsize=(5 * columns, 3.2 * len(self.blocks)), squeeze=False
         )
         for number, (curves, row) in enumerate(zip(self.blocks, axes, strict=True)):
-            for curve, axis in zip(curves, row, strict=True):
+            for axis in row[len(curves) :]:
+                axis.set_axis_off()
+            for curve, axis in zip(curves, row, strict=False):
                 axis.plot(curve.x, curve.y, ".-")
-                if curve.over in ("time", "events"):
+                if curve.over in ("time", "events", "items", "count"):
                     axis.set_xscale("symlog" if min(curve.x) <= 0 else "log")
                 axis.set(title=curve.title, xlabel="time, s" if curve.over == "time" else curve.over)
                 axis.axhline(0, color="black", linewidth=0.5)
-            row[0].set_ylabel(f"block {number}")
+            row[0].set_ylabel(self._name(number))
         figure.suptitle(title)
         figure.tight_layout()
         figure.savefig(output, dpi=110)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fuxi_torchrec.data.batches import BatchMaker, EventBatch
+from fuxi_torchrec.data.repeats import DISTANCES, SHARES, distances, repeat_shares
 from fuxi_torchrec.distributed import raise_on_all_ranks
 from fuxi_torchrec.evaluation.baselines import Baselines, Rules
 from fuxi_torchrec.evaluation.cold_rules import ColdRules
@@ -27,36 +28,56 @@ BUCKETS = (20, 50, 200, 1_000, 5_000)
 BUCKET_NAMES = [*(f"<={bound}" for bound in BUCKETS), f">{BUCKETS[-1]}"]
 
 
-class Bucketed:
-    """Metrics of everybody and of each bucket of history lengths, and of warm and cold targets if there are any.
+class Grouped:
+    """Which group of each kind users are in: by length of the history, share of repeats, distance of the target.
 
     Args:
-        cold: (items + 1,) which items have no event in training; None where such items have no row.
+        cold: (items + 1,) which items have no event in training; None where such items have no row, and there are no
+            groups of warm and cold targets.
     """
 
-    def __init__(self, task: Task, cold: Tensor | None = None) -> None:
-        self.all, self.cold = task.metrics(), cold
-        self.buckets = [task.metrics() for _ in BUCKET_NAMES]
-        self.targets = {} if cold is None else {name: task.metrics() for name in ("warm", "cold")}
+    def __init__(self, cold: Tensor | None) -> None:
+        self.cold = cold
+        self.names: dict[str, Sequence[str]] = {
+            "by_history_length": BUCKET_NAMES,
+            "by_repeats": SHARES,
+            "by_distance": DISTANCES,
+            **({} if cold is None else {"by_target": ("warm", "cold")}),
+        }
 
-    def add(self, ranks: Tensor, lengths: Tensor, targets: Tensor) -> None:
+    def of(self, whole: EventBatch, targets: Tensor) -> Tensor:
+        """(users, kinds) places among the names."""
+        items, offsets = whole.items.numpy(), whole.offsets.numpy()
+        found = [
+            torch.bucketize(whole.offsets.diff(), torch.tensor(BUCKETS)),
+            torch.from_numpy(repeat_shares(items, offsets)),
+            torch.from_numpy(distances(items, offsets, targets.numpy())),
+        ]
+        return torch.stack(found if self.cold is None else [*found, self.cold[targets].long()], 1)
+
+
+class Bucketed:
+    """Metrics of everybody and of each group."""
+
+    def __init__(self, task: Task, grouped: Grouped) -> None:
+        self.all = task.metrics()
+        self.groups = {kind: {name: task.metrics() for name in names} for kind, names in grouped.names.items()}
+
+    def add(self, ranks: Tensor, groups: Tensor) -> None:
+        """Of users and the groups that they are in, by :meth:`Grouped.of`."""
         self.all.add(ranks)
-        if self.cold is not None:
-            cold = self.cold[targets]
-            self.targets["warm"].add(ranks[~cold])
-            self.targets["cold"].add(ranks[cold])
-        bucket = torch.bucketize(lengths, torch.tensor(BUCKETS))
-        for number, metrics in enumerate(self.buckets):
-            metrics.add(ranks[bucket == number])
+        for each, own in zip(self.groups.values(), groups.unbind(1), strict=True):
+            for number, metrics in enumerate(each.values()):
+                metrics.add(ranks[own == number])
 
     def result(self) -> dict[str, Any]:
         """Of all ranks: a collective."""
-        for metrics in (self.all, *self.buckets, *self.targets.values()):
+        for metrics in (self.all, *(metrics for each in self.groups.values() for metrics in each.values())):
             metrics.add_peers()
-        found = {name: metrics.result() for name, metrics in zip(BUCKET_NAMES, self.buckets, strict=True)}
-        result = {**self.all.result(), "by_history_length": {n: each for n, each in found.items() if each["users"]}}
-        if self.targets:
-            result["by_target"] = {name: metrics.result() for name, metrics in self.targets.items()}
+        result: dict[str, Any] = dict(self.all.result())
+        for kind, each in self.groups.items():
+            found = {name: metrics.result() for name, metrics in each.items()}
+            result[kind] = {n: found[n] for n in found if found[n]["users"] or kind == "by_target"}
         return result
 
 
@@ -90,30 +111,30 @@ def evaluate(
     chosen = np.flatnonzero(cold) if candidates == "cold" else run.candidates
     lengths, having = run.users_with(part)
     with raise_on_all_ranks("reading the dataset"):
-        if not len(having):
-            raise RetrievalError(
-                f"{run.dataset.path}: no user has a {part} target with a history before it: nothing to evaluate. The "
-                f"run's split is {run.config.data.split}"
-            )
+        _check_any(run, part, len(having))
         rows = sample_users(having, users, run.config.seed)
         rules = _rules(run, cold if cold_only else None) if baselines else []
     task, marks = run.module.task, torch.from_numpy(cold) if run.lookups.items is not None else None
-    model = {each: Bucketed(task, marks) for each in request_times}
-    others = {name: Bucketed(task, marks) for each in rules for name in each.names}
+    grouped, waiting = Grouped(marks), list[Tensor]()  # groups of users that the rules have seen and the model has not
+    model = {each: Bucketed(task, grouped) for each in request_times}
+    others = {name: Bucketed(task, grouped) for each in rules for name in each.names}
     kept = UserRanks([*model, *others])
 
     def look(whole: EventBatch, targets: Tensor) -> None:
+        waiting.append(grouped.of(whole, targets))
         for each in rules:
             for name, ranks in each.ranks(whole, targets.tolist(), filter_seen).items():
-                others[name].add(ranks, whole.offsets.diff(), targets)
+                others[name].add(ranks, waiting[-1])
                 kept.add(name, ranks)
 
     held_out = HeldOut(run.users, run.maker, part, chosen, run.config, filter_seen)
     progress = ProgressLines("evaluated", len(rows), "users")
     for batch in held_out.ranked(rows, lengths[rows], request_times, look):
         kept.add_users(batch.rows, batch.targets, batch.lengths)
+        groups = torch.cat(waiting)
+        waiting.clear()
         for each in request_times:
-            model[each].add(batch.ranks[each][batch.own], batch.lengths, batch.targets)
+            model[each].add(batch.ranks[each][batch.own], groups)
             kept.add(each, batch.ranks[each][batch.own])
         progress.show(batch.users)
     found: dict[str, Any] = {each: metrics.result() for each, metrics in model.items()}
@@ -142,6 +163,14 @@ def evaluate(
     return {**about, **found}
 
 
+def _check_any(run: Loaded, part: HeldOutPart, users: int) -> None:
+    if not users:
+        raise RetrievalError(
+            f"{run.dataset.path}: no user has a {part} target with a history before it: nothing to evaluate. The "
+            f"run's split is {run.config.data.split}"
+        )
+
+
 def _with_targets(run: Loaded, only: NDArray[np.bool_]) -> Loaded:
     """The same with some items alone as targets."""
     maker = BatchMaker(run.maker.reader, run.maker.split, run.maker.items, only)
@@ -160,10 +189,14 @@ def _rules(run: Loaded, cold: NDArray[np.bool_] | None) -> list[Rules]:
 
 _SHOWN = ("hr@1", "hr@5", "hr@10", "hr@50", "hr@200", "ndcg@10", "ndcg@50", "mrr")
 _TITLES = {"target": "model, queried at the target's time", "last": "model, queried at the last event's time"}
+_REPEATS = {
+    "by_repeats": "by share of repeats in the history",
+    "by_distance": "by events back to the target",
+}
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """The result as a table: the model and the baselines, then the model by history length."""
+    """The result as tables: the model and the baselines, the model by history length, all by how users repeat."""
     rows = [(_TITLES[each], found[each]) for each in REQUEST_TIMES if each in found]
     model = rows[-1][1]  # the honest one if there are both
     rows += list(found.get("baselines", {}).items())
@@ -181,8 +214,17 @@ def as_text(found: dict[str, Any]) -> str:
     ]
     for name, metrics in (*model["by_history_length"].items(), *model.get("by_target", {}).items()):
         lines.append(_line(name, [*(f"{metrics[m]:.4f}" for m in _SHOWN), f"{metrics['users']:,}"]))
+    for kind, title in _REPEATS.items():
+        names = list(model[kind])
+        lines += ["", _line(f"HR@10/NDCG@10 {title}", names, 12)]
+        lines += [_line(name, [_short(metrics[kind][each]) for each in names], 12) for name, metrics in rows]
+        lines.append(_line("users", [f"{model[kind][each]['users']:,}" for each in names], 12))
     return "\n".join(lines)
 
 
-def _line(name: str, cells: Sequence[str]) -> str:
-    return f"{name:<50}" + "".join(f"{cell:>9}" for cell in cells)
+def _short(metrics: dict[str, float]) -> str:
+    return f"{metrics['hr@10']:.3f}/{metrics['ndcg@10']:.3f}"
+
+
+def _line(name: str, cells: Sequence[str], width: int = 9) -> str:
+    return f"{name:<50}" + "".join(f"{cell:>{width}}" for cell in cells)

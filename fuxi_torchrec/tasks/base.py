@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fuxi_torchrec.encoders.base import Explanation
+
 Ints = NDArray[np.int64]
 _GATHERED = 2**22  # elements of gathered rows at a time, about
 
@@ -171,3 +173,7 @@ class Task(nn.Module, ABC):
     def exported_weights(self) -> dict[str, Tensor]:
         """Parameters that scores need beside vectors, by name; none by default."""
         return {}
+
+    def explain(self, per_second: int) -> Explanation | None:
+        """What it has learned, None if there is nothing to show; the data's time unit has so many ticks a second."""
+        return None

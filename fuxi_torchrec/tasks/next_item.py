@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fuxi_torchrec.encoders.base import setting
+from fuxi_torchrec.encoders.base import Explanation, setting
 from fuxi_torchrec.events.hashing import mix
 from fuxi_torchrec.options import check_bounds
 from fuxi_torchrec.tasks.base import Correction, Events, ItemSet, Metrics, TargetMaker, Targets, Task
+from fuxi_torchrec.tasks.explain import bias_curves
 from fuxi_torchrec.tasks.rank_metrics import RankMetrics
 from fuxi_torchrec.tasks.repeat_softmax import Compared, repeat_softmax
 from fuxi_torchrec.tasks.repeats import Entries, RepeatBias, RepeatsConfig
@@ -129,6 +130,9 @@ class NextItem(Task):
 
     def exported_weights(self) -> dict[str, Tensor]:
         return {} if self.repeats is None else self.repeats.state_dict()
+
+    def explain(self, per_second: int) -> Explanation | None:
+        return None if self.repeats is None else bias_curves(self.repeats, per_second)
 
 
 @dataclass(frozen=True)
