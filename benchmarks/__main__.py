@@ -14,7 +14,10 @@ from collections.abc import Sequence
 
 from benchmarks import harness
 
-ALL = ("encoder", "backends", "encoders", "data", "training", "retrieval", "serving", "planning", "faults", "quality")
+ALL = (
+    *("encoder", "backends", "encoders", "data", "training", "repeats", "retrieval", "serving", "planning"),
+    *("faults", "quality"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

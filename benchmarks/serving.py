@@ -71,8 +71,10 @@ def histories(lengths: Sequence[int], first: int = START, seed: int = 0) -> Hist
     return Histories(bounds_of(np.array(lengths)), items, np.concatenate(times).astype(np.int64))
 
 
-def export(path: Path, lengths: Sequence[int], max_length: int = 200_000) -> Bundle:
-    """An export of such users."""
+def export(
+    path: Path, lengths: Sequence[int], max_length: int = 200_000, repeats: dict[str, Any] | None = None
+) -> Bundle:
+    """An export of such users; ``repeats``: settings of a bias for items of their windows."""
     demo = DemoExport(
         items=ITEMS,
         users=len(lengths),
@@ -81,6 +83,7 @@ def export(path: Path, lengths: Sequence[int], max_length: int = 200_000) -> Bun
         state_min_events=100,
         users_per_part=16,
         histories=histories(lengths),
+        repeats=repeats or {},
     )
     write_demo_export(path, demo)
     return Bundle.open(path)

@@ -6,11 +6,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.fuzz.fixtures import WINDOW
 from benchmarks.fuzz.formats import Format, written
 from fuxi_torchrec import Recommender
 from fuxi_torchrec.export.bundle import PROGRAMS, Bundle
 from fuxi_torchrec.export.parts import read_users
 from fuxi_torchrec.export.programs import example
+from fuxi_torchrec.export.states import TRAILER_BYTES
+from fuxi_torchrec.tasks.window_state import window_bytes
 
 NEW = [{"item_id": "item-2000", "brand": "brand-1", "kinds": "kind-0|kind-1", "price": 0.5, "text": [0.1, 0.2, 0.3]}]
 USERS = [f"user-{n}" for n in range(40)]
@@ -69,6 +72,12 @@ def _plain(value: Any) -> Any:
     return {name: np.array(each) if name == "scores" else each for name, each in vars(value).items()}
 
 
+def _windows(data: bytes) -> tuple[int, int]:
+    """The window in a file's last record."""
+    end = len(data) - TRAILER_BYTES
+    return end - window_bytes(WINDOW), end
+
+
 def _files(name: str, *files: str, read: Any = serve) -> Format:
     return Format(f"export-{name}", "export", files, read)
 
@@ -85,6 +94,10 @@ FORMATS = [
     _files("states", "states/*.bin"),
     _files("index", "index.faiss"),
     _files("programs", "programs/*.pt2", read=run_programs),
+    Format("export-repeats", "repeats", ("repeats.safetensors",), serve),
+    Format("export-repeats-manifest", "repeats", ("manifest.json",), serve, "json"),
+    Format("export-repeats-users", "repeats", ("users/*.parquet", "states/*.bin"), serve),
+    Format("export-windows", "repeats", ("states/*.bin",), serve, span=_windows),
     Format("store", "store", ("*",), open_store),
     Format("store-killed", "killed-store", ("*",), open_store, span=written),
 ]

@@ -7,6 +7,7 @@ features/, plain/                   datasets, with features, targets and ids of 
 configs/experiment.yaml
 run/                                a few steps of training on features/
 export/                             of that run: index, states, programs
+repeats/, repeats-run/              the same with a bias for items of users' windows: an export, and its run
 store/                              of a Recommender that was told of events, users to forget and new items
 daily/                              of a pipeline: its state, and two releases
 """
@@ -28,6 +29,7 @@ from fuxi_torchrec.data.synthetic import SyntheticConfig, generate
 from fuxi_torchrec.strict_yaml import dump
 from pipelines.daily.state import Day, Evaluation, Layout, Release, Releases, State
 
+WINDOW = 8  # of the run with repeats
 LAST = "killed-store"  # is made last
 USERS, ITEMS, LATER = 40, 120, 3  # the last events of a user come after the export
 COLUMNS: dict[str, Any] = {"target_expression": "weight", "event_features": ["action", "surface", "tags"]}
@@ -64,8 +66,11 @@ def make(place: Path) -> None:
     config = fuxi_torchrec.load_config(None, [f"data.path={place}/features", *SETTINGS])
     (place / "configs").mkdir()
     (place / "configs" / "experiment.yaml").write_text(dump(config))
-    fuxi_torchrec.train(config, place / "run")
-    fuxi_torchrec.export(place / "run", place / "export", fuxi_torchrec.ExportOptions(state_min_events=20))
+    repeats = [f"task.repeats={{window: {WINDOW}, periods: [86400]}}", "optimizer.lr=0.1"]  # a bias that matters
+    with_repeats = fuxi_torchrec.load_config(None, [f"data.path={place}/features", *SETTINGS, *repeats])
+    for run, export, settings in (("run", "export", config), ("repeats-run", "repeats", with_repeats)):
+        fuxi_torchrec.train(settings, place / run)
+        fuxi_torchrec.export(place / run, place / export, fuxi_torchrec.ExportOptions(state_min_events=20))
     _csv(place / "csv" / "events.csv")
     _daily(place / "daily")
     _stores(place / "export", place / "store", place / "killed-store")

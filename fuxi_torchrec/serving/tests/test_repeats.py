@@ -6,12 +6,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from fuxi_torchrec.export.bundle import INDEX, REPEATS, STATES, Bundle, ExportError, describe_file
 from fuxi_torchrec.serving.catalogue import Catalogue
+from fuxi_torchrec.serving.http.service import create_app
 from fuxi_torchrec.serving.recommender import Recommender
 from fuxi_torchrec.serving.tests.exports import export_of
 from fuxi_torchrec.serving.tests.random_export import DAY, write_demo_export
@@ -167,3 +169,33 @@ def test_an_export_whose_parts_do_not_fit_is_refused(tmp_path):
     save_file({"since": torch.zeros(3)}, tmp_path / "x" / REPEATS)
     with pytest.raises(ExportError, match=r"repeats.safetensors"), Recommender.load(tmp_path / "x"):
         pass
+
+
+def test_over_http_windows_follow_events_and_unstored_histories_as_in_the_recommender(tmp_path):
+    log, last = log_export(tmp_path, REPEATING)
+    user = max(range(8), key=lambda user: len(log.of(user)))
+    new = [(user, item, last + n, {"action": 0, "tags": []}) for n, item in enumerate((1003, 1004, 1003))]
+    events = [{"user_id": row[0], "item_id": row[1], "timestamp": row[2]} for row in new]
+    recommender = Recommender.load(tmp_path / "x", log_dir=tmp_path / "log", warm_up=False)
+    with TestClient(create_app(recommender)) as client:
+
+        def asked(rows):
+            body = {"user_id": user, "time": last + DAY, "k": 9}
+            answer = client.post("/recommend", json=body).json()
+            assert answer == recommender.recommend([user], last + DAY, 9)[0].to_dict()
+            assert [each["item_id"] for each in answer["items"]] == expected(
+                tmp_path / "x", REPEATING, rows, last + DAY
+            )[0][:9]
+            return answer
+
+        before = asked(log.of(user))
+        assert client.post("/append", json={"events": events}).json()["accepted"] == len(events)
+        assert asked(log.of(user) + new)["items"] != before["items"]
+        unstored = [{"item_id": row[1], "timestamp": row[2]} for row in new]
+        body = {"events": unstored, "time": last + DAY, "k": 9}
+        answer = client.post("/recommend-history", json=body).json()
+        wanted = recommender.recommend_history([r[1] for r in new], [r[2] for r in new], last + DAY, 9)
+        assert answer == wanted.to_dict()
+        assert [each["item_id"] for each in answer["items"]] == expected(tmp_path / "x", REPEATING, new, last + DAY)[0][
+            :9
+        ]
