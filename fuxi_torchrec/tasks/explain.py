@@ -61,7 +61,7 @@ def _lead(table: Tensor, bounds: Sequence[float]) -> Curve:
     """Over both signs: positive leads have the table's second half."""
     before, after = (_used(half) for half in table.detach().chunk(2))
     x = [*(-bound for bound in bounds[len(before) - 1 : 0 : -1]), *bounds[: len(after)]]
-    return Curve("by events after what the last item followed before", x, [*before[::-1], *after[1:]], "events")
+    return Curve("by lead: events after the last item's time before", x, [*before[::-1], *after[1:]], "events")
 
 
 def _sizes(bias: RepeatBias) -> str:
