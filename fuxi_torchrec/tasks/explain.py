@@ -50,9 +50,9 @@ def bias_curves(bias: RepeatBias, per_second: int) -> Curves | None:
 
 
 def _used(table: Tensor) -> list[float]:
-    """Without the zeros at its end, but for one: buckets that no item was in."""
+    """Without the zeros at its end: buckets that no item was in."""
     values: list[float] = table.detach().tolist()
-    while len(values) > 2 and values[-1] == values[-2] == 0:
+    while len(values) > 1 and values[-1] == 0:
         values.pop()
     return values
 
