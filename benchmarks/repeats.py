@@ -83,7 +83,7 @@ def step(scratch: Path, quick: bool = False) -> tuple[str, list[Aim], Any]:
             run = [*settings, path, f"loss.negatives={sampler}", *training.QUIET]
             with WorkerGroup(1, timeout_seconds=900) as group:
                 (found,) = group.run(
-                    timed, scratch / f"{name}-{sampler}", run, config, 3 if quick else 9, 5 if quick else 10
+                    timed, scratch / f"{name}-{sampler}", run, config, 3 if quick else 5, 5 if quick else 6
                 )
             ratio = found["with"] / found["without"]
             raw[f"{name}, {sampler}"] = found
