@@ -22,8 +22,7 @@ from pathlib import Path
 from benchmarks import harness
 from benchmarks.harness import Aim
 from integration_tests import runs
-from integration_tests.launches import all_end, latest, marked, until
-from integration_tests.test_operations import ENDLESS, SETTINGS
+from integration_tests.launches import ENDLESS, SETTINGS, all_end, latest, marked, until
 from pipelines.components import WORKER_ENV
 
 MOST = 5.0  # seconds

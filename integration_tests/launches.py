@@ -1,4 +1,4 @@
-"""Training launched through TorchX and struck from outside, for tests and the benchmark of faults."""
+"""Training launched through TorchX and struck from outside, for tests and benchmarks."""
 
 import json
 import os
@@ -14,8 +14,17 @@ from typing import Any
 from fuxi_torchrec import processes
 from fuxi_torchrec.processes import descendants as descendants
 from fuxi_torchrec.training.checkpoint.info import named
+from integration_tests import runs
 
 ROOT = Path(__file__).parents[1]
+# of a small training that is struck
+STEPS, EVERY = 16, 4
+SETTINGS = [
+    *(s.replace(" ", "") for s in (*runs.SMALL, *runs.ENCODER) if not s.startswith(("checkpoint.", "model.dim"))),
+    *("model.dim=16", "train.epochs=100", f"train.max_steps={STEPS}", f"checkpoint.every_steps={EVERY}"),
+    "distributed.timeout_seconds=60",
+]
+ENDLESS = ("data.num_workers=1", "train.epochs=1000000", "train.max_steps=1000000000")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,8 @@ def run(run_dir: Path, overrides: list[str], fresh: bool = False, init_from: Pat
     return losses(run_dir)
 
 
-def trainer(run_dir: Path, overrides: list[str], fresh: bool = False, init_from: Path | None = None):
+def trainer(run_dir: Path, overrides: list[str], fresh: bool = False, init_from: Path | None = None) -> Any:
+    """A trainer and its run directory."""
     from fuxi_torchrec.evaluation.validation import validate
     from fuxi_torchrec.training.run_directory import RunDirectory
     from fuxi_torchrec.training.trainer import Trainer

@@ -9,16 +9,24 @@ from pathlib import Path
 import pytest
 
 from integration_tests import runs
-from integration_tests.launches import all_end, descendants, held, latest, launched, listener, marked, strike, until
+from integration_tests.launches import (
+    ENDLESS,
+    EVERY,
+    SETTINGS,
+    STEPS,
+    all_end,
+    descendants,
+    held,
+    latest,
+    launched,
+    listener,
+    marked,
+    strike,
+    until,
+)
 from pipelines.components import free_port
 
-STEPS, EVERY, HOLD = 16, 4, 10
-SETTINGS = [
-    *(s.replace(" ", "") for s in (*runs.SMALL, *runs.ENCODER) if not s.startswith(("checkpoint.", "model.dim"))),
-    *("model.dim=16", "train.epochs=100", f"train.max_steps={STEPS}", f"checkpoint.every_steps={EVERY}"),
-    "distributed.timeout_seconds=60",
-]
-ENDLESS = ("data.num_workers=1", "train.epochs=1000000", "train.max_steps=1000000000")
+HOLD = 10
 ONCE = "OMP_NUM_THREADS=1,PET_MAX_RESTARTS=0,TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 TRAIN, HELD = "pipelines.train", "integration_tests.held_training"
 pytestmark = pytest.mark.timeout(180)
