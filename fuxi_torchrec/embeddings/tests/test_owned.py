@@ -33,7 +33,7 @@ from fuxi_torchrec.tasks.samplers import Candidates
 from fuxi_torchrec.training.model import SequenceModel
 
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
-BRANDS, TAGS, LEVELS, AGES = 10, 12, 9, 8
+BRANDS, TAGS, LEVELS, AGES = 10, 12, 7, 8
 FEATURES = (
     Feature("brand", rows=BRANDS, vocabulary=True, owner="item"),
     Feature("price", kind="number", width=1, owner="item", mean=2.0, deviation=3.0),
