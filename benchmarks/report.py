@@ -180,6 +180,7 @@ TABLES: dict[str, Callable[[Sequence[Row], dict[str, Found]], str]] = {
     "movielens-ablations": ranking_table(ML_KINDS[:1]),
     "gitlog-ablations": ranking_table(GIT_KINDS[:1]),
     "lengths": ranking_table(GIT_KINDS[:1]),
+    "journey-new": ranking_table(JOURNEY_KINDS, ["all", "new"], LONG),
     "journey": ranking_table(JOURNEY_KINDS, ["all", "new"], LONG),
 }
 
