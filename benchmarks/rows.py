@@ -151,6 +151,8 @@ ROWS: list[Row] = [
     *seeds("gitlog-repeats", "gitlog-repeats", "gitlog", "repeats, window 128", *GIT_REPEATS),
     *seeds("ml-1m-short", "movielens-repeats", "ml-1m", "no repeats", *NARROW, *SHORT, count=1),
     *seeds("ml-1m-short-repeats", "movielens-repeats", "ml-1m", "window 64", *NARROW, *SHORT, REPEATS_64, count=1),
+    *seeds("journey-new", "journey-new", "complete-journey", "five features", count=1),
+    *seeds("journey-new-bare", "journey-new", "complete-journey", "no features", BARE, count=1),
     *seeds("journey", "journey", "complete-journey", "five features", *BASKETS),
     *seeds("journey-bare", "journey", "complete-journey", "no features", *BASKETS, BARE, count=1),
     *(

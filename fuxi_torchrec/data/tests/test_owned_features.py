@@ -86,6 +86,32 @@ def test_kinds_follow_from_types_and_rows_that_repeat_are_counted(tmp_path):
     assert dataset.info.item_features.repeated == 1
 
 
+def test_csv_and_parquet_say_the_same(tmp_path):
+    items = {name: values for name, values in ITEMS.items() if name != "text"}  # CSV has no lists
+    columns = COLUMNS.replace(" text", "")
+    (tmp_path / "items.csv").write_text(
+        ",".join(items) + "\n"
+        "10,a,x|y,1.0,1,ten\n20,b,,3.0,2,twenty\n30,b,y,,3,\n40,new,y| z ,5.0,4,forty\n99,a,x,7.0,5,none\n"
+    )
+    one = made(tmp_path, "one", items=items, columns=columns)
+    two = made(tmp_path, "two", columns=columns, item_features=str(tmp_path / "items.csv"))
+    assert one.info.item_features.features == two.info.item_features.features
+    assert one.info.item_features.unknown == two.info.item_features.unknown
+    assert str(one.features_of("item").to_arrow().to_pylist()) == str(two.features_of("item").to_arrow().to_pylist())
+    assert one.display().equals(two.display())
+
+
+@pytest.mark.parametrize("integers", [False, True])
+def test_ids_may_be_lists_of_text_or_of_integers(tmp_path, integers):
+    lists = [["x", "y"], [], ["y"], ["y", "z"], ["x"]]
+    names = {"x": 7, "y": -3, "z": 11}
+    tags = [[names[each] for each in some] for some in lists] if integers else lists
+    dataset = made(tmp_path, items={**ITEMS, "tags": tags}, columns=COLUMNS.replace("tags:id:|", "tags"))
+    assert dataset.feature_values("tags", "item").to_pylist() == (["-3", "7"] if integers else ["y", "x"])
+    rows = by_id(dataset)
+    assert [rows[i].values["tags"].values.tolist() for i in (10, 20, 30, 40)] == [[2, 1], [], [1], [1, 0]]
+
+
 def test_an_extended_dataset_keeps_indices_and_statistics(tmp_path):
     first = made(tmp_path)
     items = {name: [values[2], values[3]] for name, values in ITEMS.items()}  # 10 and 20 keep what was said before
