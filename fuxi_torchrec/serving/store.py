@@ -85,9 +85,8 @@ class Content(NamedTuple):
 def about_of(manifest: Manifest) -> dict[str, Any]:
     """What a store says of the export it is for."""
     kinds = {kind: getattr(manifest, kind) for kind in ("user_id_type", "item_id_type", "time_unit")}
-    parent = manifest.parent
-    if parent is not None:  # the request tells refreshes apart; who was forgotten is no part of that
-        parent = {name: value for name, value in parent.items() if name != "forgotten"}
+    # the request tells refreshes apart; who was forgotten is no part of that
+    parent = manifest.parent and {name: value for name, value in manifest.parent.items() if name != "forgotten"}
     return {"model_id": manifest.model_id, "as_of": manifest.as_of, "parent": parent, **kinds}
 
 
@@ -123,9 +122,7 @@ def _read(path: Path, mode: str) -> Content:
     new = rows[len(old) :]
     gaps = [row[0] for row in new] != list(range(state.until + 1, state.until + 1 + len(new)))
     if gaps or (state.rows, state.checksums) != (len(old), sum(old)):
-        raise _damaged(
-            path, f"{len(old)} of {state.rows} rows until {state.until} are there, or rows are missing after"
-        )
+        raise _damaged(path, f"rows are missing: {len(old)} of {state.rows} until {state.until} are there")
     state = state.after(new)
     if state.until < acknowledged:
         what = f"rows until {state.until} of {acknowledged} acknowledged ones are there ({path.name}-wal is damaged, or"
