@@ -1,6 +1,7 @@
 """Files of features of items and users in a dataset: kinds, what is learned, what is refused, and --extend."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -129,6 +130,41 @@ def test_an_extended_dataset_keeps_indices_and_statistics(tmp_path):
     assert int(after[40].values["brand"][0]) == 3
     with pytest.raises(DataError, match="has features of items: give --item-features"):
         made(tmp_path, "none", item_features=None, item_columns=None, extend=str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    ("items", "columns", "said"),
+    [
+        ({"text": [[1.0, 2.0, 3.0]] * 5}, COLUMNS, "text has 3 elements, before it had 2"),
+        (
+            {},
+            COLUMNS.replace("price", "price:bucket"),
+            "price was a number in the dataset that is extended, not",
+        ),
+        ({}, COLUMNS.replace("tags:id:|", "tags"), "tags has one value in one dataset, and lists in the other"),
+        (
+            {},
+            "brand tags:id:| price",
+            "has item features brand, level, price, tags, text: the new file must",
+        ),
+    ],
+)
+def test_an_extended_dataset_has_features_of_the_same_kinds(tmp_path, items, columns, said):
+    made(tmp_path)
+    with pytest.raises(DataError) as error:
+        made(tmp_path, "more", items={**ITEMS, **items}, columns=columns, extend=str(tmp_path / "data"))
+    assert said in str(error.value)
+
+
+def test_a_table_with_values_past_its_rows_is_refused(tmp_path):
+    dataset = made(tmp_path)
+    table, features = dataset.features_of("item").to_arrow(), dataset.info.item_features.features
+    fewer = [replace(f, rows=f.rows - 1) if f.name == "brand" else f for f in features]
+    with pytest.raises(DataError, match="here: brand has values outside of its 2 rows: make it again"):
+        FeatureTable.from_arrow(table, fewer, "here")
+    wider = [replace(f, width=3) if f.name == "text" else f for f in features]
+    with pytest.raises(DataError, match="here: text has not 3 numbers a row"):
+        FeatureTable.from_arrow(table, wider, "here")
 
 
 def test_tables_survive_the_way_through_a_file(tmp_path):
