@@ -163,12 +163,12 @@ ML_KINDS = [
     ("All candidates, queried at the last event's time:", "all", "last"),
 ]
 GIT_KINDS = [
-    ("Asked at the target's time:", "all", "target"),
-    ("Asked at the last event's time:", "all", "last"),
+    ("Queried at the target's time:", "all", "target"),
+    ("Queried at the last event's time:", "all", "last"),
 ]
 JOURNEY_KINDS = [
     *GIT_KINDS,
-    ("Targets that have training events, asked at the target's time:", "all", "warm"),
+    ("Targets that have training events, queried at the target's time:", "all", "warm"),
     ("Of each user the first product without a training event, among all products:", "cold", "target"),
     ("The same among such products alone:", "new", "target"),
 ]
@@ -177,9 +177,11 @@ TABLES: dict[str, Callable[[Sequence[Row], dict[str, Found]], str]] = {
     "movielens-repeats": ranking_table(ML_KINDS[:2]),
     "gitlog": ranking_table(GIT_KINDS, ["all"], LONG),
     "gitlog-repeats": ranking_table(GIT_KINDS, ["all"], LONG),
+    "gitlog-biases": ranking_table(GIT_KINDS),
     "movielens-ablations": ranking_table(ML_KINDS[:1]),
     "gitlog-ablations": ranking_table(GIT_KINDS[:1]),
     "lengths": ranking_table(GIT_KINDS[:1]),
+    "journey-new": ranking_table(JOURNEY_KINDS, ["all", "new"], LONG),
     "journey": ranking_table(JOURNEY_KINDS, ["all", "new"], LONG),
 }
 

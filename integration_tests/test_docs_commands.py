@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 # in this order: later pages use what earlier ones have made
-PAGES = ["training", "model", "retrieval", "serving", "operations", "data-format", "daily"]
+PAGES = ["training", "model", "retrieval", "serving", "operations", "data-format", "features", "daily"]
 
 
 def commands(page):

@@ -5,7 +5,9 @@ python -m pipelines.inspect DIR [--user ROW] [--png FILE]
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,8 +15,8 @@ from fuxi_torchrec.data.dataset import Dataset
 from fuxi_torchrec.data.reader import Reader
 from fuxi_torchrec.data.repeats import DISTANCES, SHARES, distances, repeat_shares
 from fuxi_torchrec.events.errors import DataError
-from fuxi_torchrec.events.features import Feature, Owner
-from fuxi_torchrec.events.histories import Ragged, bounds_of
+from fuxi_torchrec.events.features import OWNERS, Feature, Owner
+from fuxi_torchrec.events.histories import Column, Floats, Ints, Ragged, bounds_of
 from fuxi_torchrec.events.times import PER_SECOND, show_time
 
 GAP_BOUNDS = {
@@ -28,6 +30,8 @@ GAP_BOUNDS = {
     "1 week": 604_800,
     "30 days": 2_592_000,
 }
+_SAMPLE = 10_000  # numbers of a row group, about
+_BARS = 64  # values of a feature; the counts of more are a curve
 
 
 def bars(rows: dict[str, int]) -> str:
@@ -83,91 +87,122 @@ def sample_user(reader: Reader, row: int, events: int = 10) -> str:
     return "\n".join(lines)
 
 
-def described(dataset: Dataset, owner: Owner, most: int = 5) -> list[str]:
-    """Features of items or users: how many have them, what is most frequent, how numbers are spread."""
-    about, table = dataset.owned(owner), dataset.features_of(owner)
-    lines = [
-        f"features of {owner}s: {int(table.filled.sum()):,} of {len(table) - 1:,} have them; {about.others:,} rows of "
-        f"the file are of others, {about.repeated:,} repeated"
-    ]
-    for feature in about.features:
-        if not feature.in_table:
-            numbers = table.numbers[feature.name][1:]
-            there = numbers[~np.isnan(numbers).any(1)]
-            spread = (
-                ", ".join(f"{value:.4g}" for value in np.quantile(there, (0, 0.25, 0.5, 0.75, 1))) if len(there) else ""
-            )
-            shown = f"quartiles {spread}" if feature.kind == "number" else f"{feature.width} elements"
-            filled = len(there)
+@dataclass
+class Spread:
+    """The values of a feature.
+
+    Attributes:
+        owner: whose it is.
+        total: events, items or users; ``filled``: how many of them have a value that is known.
+        counts: (rows,) how often each row of its table is named; 0 is unknown.
+        numbers: of features without a table; of many events a sample.
+    """
+
+    owner: Owner
+    feature: Feature
+    total: int
+    filled: int = 0
+    counts: Ints = field(init=False)
+    numbers: list[Floats] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.counts = np.zeros(max(1, self.feature.rows), np.int64)
+
+    def add(self, column: Column) -> None:
+        """Of more events, items or users."""
+        if isinstance(column, Ragged):
+            known = bounds_of((column.values > 0).astype(np.int64))[column.bounds]
+            self.filled += int((np.diff(known) > 0).sum())
+            self.counts += np.bincount(column.values, minlength=len(self.counts))
+        elif self.feature.in_table:
+            self.add(Ragged(column.astype(np.int64), np.arange(len(column) + 1)))
         else:
-            column = table.bags(feature.name)
-            counts = np.bincount(column.values, minlength=feature.rows)
-            values = dataset.feature_values(feature.name, owner).to_pylist() if feature.vocabulary else []
-            order = [n for n in np.argsort(-counts, kind="stable").tolist() if n and counts[n]][:most]
-            shown = ", ".join(f"{values[n - 1] if values else n} {counts[n]:,}" for n in order)
-            known = np.concatenate([[0], np.cumsum(column.values > 0)])[column.bounds]
-            filled = int((np.diff(known) > 0).sum())
-        share = 100 * filled / max(1, len(table) - 1)
-        lines.append(f"  {feature.name}: {feature.kind}, {share:.1f} % filled; {shown}")
-    return lines
+            there = column[~np.isnan(column).any(1)].astype(np.float32)
+            self.filled += len(there)
+            self.numbers.append(there[:: max(1, len(there) // _SAMPLE)])
 
-
-def of_events(dataset: Dataset, most: int = 5) -> list[str]:
-    """Features of events: how many events have them, what is most frequent, how numbers are spread."""
-    lines, info = [], dataset.info
-    reader = Reader(dataset, [feature.name for feature in info.features])
-    for feature in info.features:
-        filled, counts, numbers = 0, np.zeros(max(1, feature.rows), np.int64), list[np.ndarray]()
-        for number in range(len(reader.groups)):
-            column = reader.block(number).features[feature.name]
-            if isinstance(column, Ragged):
-                filled += int((np.diff(column.bounds) > 0).sum())
-                counts += np.bincount(column.values, minlength=len(counts))
-            elif feature.in_table:
-                filled += int((column > 0).sum())
-                counts += np.bincount(column.astype(np.int64), minlength=len(counts))
-            else:
-                there = column[~np.isnan(column).any(1)]
-                filled += len(there)
-                numbers.append(there[:: max(1, len(there) // 10_000)])
+    def text(self, values: Sequence[str], most: int = 5) -> str:
+        """Its share filled, and what is most frequent, by name where values have names; or how numbers are spread."""
+        feature = self.feature
         if feature.in_table:
-            values = dataset.feature_values(feature.name).to_pylist() if feature.vocabulary else []
-            order = [n for n in np.argsort(-counts, kind="stable").tolist() if n and counts[n]][:most]
-            shown = ", ".join(f"{values[n - 1] if values else n} {counts[n]:,}" for n in order)
-        elif feature.kind == "number":
-            spread = np.quantile(np.concatenate(numbers), (0, 0.25, 0.5, 0.75, 1)) if filled else np.zeros(0)
+            order = [n for n in np.argsort(-self.counts, kind="stable").tolist() if n and self.counts[n]][:most]
+            shown = ", ".join(f"{values[n - 1] if values else n} {self.counts[n]:,}" for n in order)
+        elif feature.kind == "number" and self.filled:
+            spread = np.quantile(np.concatenate(self.numbers), (0, 0.25, 0.5, 0.75, 1))
             shown = "quartiles " + ", ".join(f"{value:.4g}" for value in spread)
         else:
             shown = f"{feature.width} elements"
-        several = "a list per event" if feature.multiple else feature.kind
-        lines.append(f"feature {feature.name}: {several}, {100 * filled / info.events:.1f} % filled; {shown}")
-    return lines
+        several = " (lists)" if feature.multiple else ""
+        share = 100 * self.filled / max(1, self.total)
+        return f"  {feature.name}: {feature.kind}{several}, {share:.1f} % filled; {shown}"
+
+    def draw(self, axes: Any) -> None:
+        """A histogram: of values by how frequent they are, or of numbers by size."""
+        axes.set_title(f"{self.owner}: {self.feature.name} ({self.feature.kind})")
+        axes.set_ylabel(f"{self.owner}s")
+        if not self.feature.in_table:
+            axes.hist(np.concatenate([each.ravel() for each in self.numbers]), bins=50)
+            axes.set_xlabel("value")
+            return
+        ids = self.feature.kind == "id"
+        counts = np.sort(self.counts[1:])[::-1] if ids else self.counts[1:]
+        axes.set_xlabel("value, by falling count" if ids else "bucket")
+        if ids and len(counts) > _BARS:
+            axes.loglog(np.arange(1, len(counts) + 1), np.maximum(counts, 0.5))
+        else:
+            axes.bar(np.arange(1, len(counts) + 1), counts)
 
 
-def draw(dataset: Dataset, path: str) -> None:
-    """Histograms of all features of items and users, as a PNG."""
+def spreads(dataset: Dataset) -> list[Spread]:
+    """Of all features of events, items and users."""
+    info = dataset.info
+    found = [Spread("event", feature, info.events) for feature in info.features]
+    if found:
+        reader = Reader(dataset, [feature.name for feature in info.features])
+        for number in range(len(reader.groups)):
+            block = reader.block(number)
+            for each in found:
+                each.add(block.features[each.feature.name])
+    for owner in ("item", "user"):
+        if not dataset.owned(owner).there:
+            continue
+        table = dataset.features_of(owner)
+        for feature in dataset.owned(owner).features:
+            found.append(Spread(owner, feature, len(table) - 1))
+            found[-1].add(table.bags(feature.name) if feature.in_table else table.numbers[feature.name])
+    return found
+
+
+def described(dataset: Dataset, found: Sequence[Spread]) -> Iterator[str]:
+    """Lines about features: how many have them, what is most frequent, how numbers are spread."""
+    for owner in OWNERS:
+        if owner == "event":
+            if dataset.info.features:
+                yield "features of events:"
+        elif (about := dataset.owned(owner)).there:
+            filled = int(dataset.features_of(owner).filled.sum())
+            count = dataset.info.items if owner == "item" else dataset.info.users
+            yield (
+                f"features of {owner}s: {filled:,} of {count:,} have them; {about.others:,} rows of the file are of "
+                f"others, {about.repeated:,} repeated"
+            )
+        for each in found:
+            if each.owner == owner:
+                name = each.feature.name
+                yield each.text(dataset.feature_values(name, owner).to_pylist() if each.feature.vocabulary else [])
+
+
+def draw(dataset: Dataset, found: Sequence[Spread], path: str) -> None:
+    """Histograms of all features, as a PNG."""
     from matplotlib.figure import Figure
 
-    wanted: list[tuple[Owner, Feature]] = [
-        (owner, feature) for owner in ("item", "user") for feature in dataset.info.features_of(owner)
-    ]
-    if not wanted:
-        raise DataError(f"{dataset.path}: items and users have no features to draw")
-    columns = min(3, len(wanted))
-    rows = -(-len(wanted) // columns)
+    if not found:
+        raise DataError(f"{dataset.path}: there are no features to draw")
+    columns = min(3, len(found))
+    rows = -(-len(found) // columns)
     figure = Figure(figsize=(4.5 * columns, 3 * rows), layout="constrained")
-    tables = {owner: dataset.features_of(owner) for owner in {owner for owner, _ in wanted}}
-    for place, (owner, feature) in enumerate(wanted, 1):
-        axes, table = figure.add_subplot(rows, columns, place), tables[owner]
-        axes.set_title(f"{owner}: {feature.name} ({feature.kind})")
-        if feature.in_table:
-            counts = np.sort(np.bincount(table.bags(feature.name).values, minlength=feature.rows)[1:])[::-1]
-            axes.plot(np.arange(1, len(counts) + 1), np.maximum(counts, 0.5))
-            axes.set(xscale="log", yscale="log", xlabel="value, by falling count", ylabel=f"{owner}s")
-        else:
-            numbers = table.numbers[feature.name]
-            axes.hist(numbers[~np.isnan(numbers)], bins=50)
-            axes.set(xlabel="value", ylabel=f"{owner}s")
+    for place, each in enumerate(found, 1):
+        each.draw(figure.add_subplot(rows, columns, place))
     figure.savefig(path, dpi=100)
 
 
@@ -176,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipelines.inspect", description="What a dataset holds.")
     parser.add_argument("dataset", metavar="DIR")
     parser.add_argument("--user", type=int, default=0, metavar="ROW", help="the sample user's row")
-    parser.add_argument("--png", metavar="FILE", help="draw histograms of features of items and users into it")
+    parser.add_argument("--png", metavar="FILE", help="draw histograms of all features into it")
     args = parser.parse_args(arguments)
     try:
         dataset = Dataset.open(args.dataset)
@@ -198,13 +233,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(bars(by_share))
         print("users by how many events before the last its item was:")
         print(bars(by_distance))
-        for line in of_events(dataset):
+        found = spreads(dataset)
+        for line in described(dataset, found):
             print(line)
-        for owner in ("item", "user"):
-            if dataset.owned(owner).there:
-                print("\n".join(described(dataset, owner)))
         if args.png:
-            draw(dataset, args.png)
+            draw(dataset, found, args.png)
         if info.has_target:
             print("events have target weights")
         print(sample_user(reader, args.user))

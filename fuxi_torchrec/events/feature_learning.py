@@ -90,7 +90,7 @@ def _check_width(raw: RawFeatures, spec: ColumnSpec, feature: Feature) -> None:
     if spec.kind == "vector":
         for width in pc.unique(pc.list_value_length(raw.columns[spec.name]).drop_null()).to_pylist():
             if width != feature.width:
-                raise DataError(f"{raw.where}: {spec.name} has {width} elements, the model's has {feature.width}")
+                raise DataError(f"{raw.where}: {spec.name} has {width} elements, before it had {feature.width}")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ class LossConfig:
     similarity: Literal["cosine", "dot"] = setting("cosine", "of queries and items, over the temperature")
     temperature: float = setting(0.05, "divides the scores", above=0)
     weighting: Weighting = setting("position", "a sequence of n targets weighs n, 1, or the root of n")
-    same_time: float = setting(1.0, "weight of targets at the time of the event before them: of one basket", least=0)
+    same_time: float = setting(
+        1.0, "share of targets at the time of the event before them (of one basket) in an epoch", least=0, most=1
+    )
 
     def __post_init__(self) -> None:
         check_bounds(self, named=str)
@@ -147,7 +149,8 @@ class NextItemTargets:
     same_time: float = 1.0
 
     def __call__(self, epoch: int, step: int, events: Events) -> Targets:
-        weights = sequence_weights(events, self.weighting, self.same_time)
+        kept = None if self.same_time == 1.0 else of_baskets(events, self.same_time, self.seed, epoch)
+        weights = sequence_weights(events, self.weighting, kept)
         positions = torch.nonzero(weights > 0).squeeze(1)
         found = self.sampler.draw(self.items, Draw(self.seed, epoch, step, events, positions))
         targets = compared(events, positions, weights[positions], found)
@@ -174,7 +177,7 @@ def compared(events: Events, positions: Tensor, weights: Tensor, candidates: Can
 
 
 def with_windows(targets: Targets, events: Events, width: int, times: Tensor) -> Targets:
-    """With the last distinct items before each target, of the events that the encoder reads, asked at ``times``."""
+    """With the last distinct items before each target, of the events that the encoder reads, queried at ``times``."""
     found = find_windows(events.items.numpy(), events.offsets.numpy(), width, targets.positions.numpy())
     constants = {
         "window": torch.from_numpy(np.ascontiguousarray(found.last, np.int32)),
@@ -187,7 +190,7 @@ def with_windows(targets: Targets, events: Events, width: int, times: Tensor) ->
 
 
 def request_times(events: Events) -> Tensor:
-    """(T,) when each event's output is asked for: at the time of the event after it."""
+    """(T,) when each event's output is queried: at the time of the event after it."""
     times = events.timestamps.roll(-1)
     some = events.offsets.diff() > 0
     times[events.offsets[1:][some] - 1] = events.request_timestamps[some]
@@ -195,21 +198,29 @@ def request_times(events: Events) -> Tensor:
 
 
 def asked_at_last(events: Events, times: Tensor, share: float, seed: int, epoch: int) -> Tensor:
-    """The request times, for a share of the events their own: by user, time and item, whatever the rank."""
+    """The request times, for a share of the events their own."""
+    return torch.where(drawn(events, share, seed, epoch), events.timestamps, times)
+
+
+def of_baskets(events: Events, share: float, seed: int, epoch: int) -> Tensor:
+    """(T,) whether what comes after each event is a target: the first of every basket is, of the others a share."""
+    return (request_times(events) != events.timestamps) | drawn(events, share, seed, epoch)
+
+
+def drawn(events: Events, share: float, seed: int, epoch: int) -> Tensor:
+    """(T,) a share of the events, others in each epoch: by user, time and item, whatever the rank."""
     user = np.repeat(events.users.numpy(), events.offsets.diff().numpy())
     bits = mix(seed, epoch, user, events.timestamps.numpy(), events.items.numpy())
-    return torch.where(torch.from_numpy((bits >> np.uint64(11)) < share * 2.0**53), events.timestamps, times)
+    return torch.from_numpy((bits >> np.uint64(11)) < share * 2.0**53)
 
 
-def sequence_weights(events: Events, weighting: Weighting, same_time: float = 1.0) -> Tensor:
+def sequence_weights(events: Events, weighting: Weighting, kept: Tensor | None = None) -> Tensor:
     """(T,) weights of the targets: a sequence of n targets weighs n (position), 1 (user) or the root of n (sqrt).
 
     Args:
-        same_time: how much targets at the time of the event before them weigh, beside others.
+        kept: (T,) which are targets, of those that could be; None for all.
     """
-    weights = events.target_weights
-    if same_time != 1.0:
-        weights = torch.where(request_times(events) == events.timestamps, same_time * weights, weights)
+    weights = events.target_weights if kept is None else events.target_weights * kept
     if weighting == "position":
         return weights
     count = len(events.users)

@@ -1,6 +1,7 @@
 """Files of features of items and users in a dataset: kinds, what is learned, what is refused, and --extend."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -86,6 +87,32 @@ def test_kinds_follow_from_types_and_rows_that_repeat_are_counted(tmp_path):
     assert dataset.info.item_features.repeated == 1
 
 
+def test_csv_and_parquet_say_the_same(tmp_path):
+    items = {name: values for name, values in ITEMS.items() if name != "text"}  # CSV has no lists
+    columns = COLUMNS.replace(" text", "")
+    (tmp_path / "items.csv").write_text(
+        ",".join(items) + "\n"
+        "10,a,x|y,1.0,1,ten\n20,b,,3.0,2,twenty\n30,b,y,,3,\n40,new,y| z ,5.0,4,forty\n99,a,x,7.0,5,none\n"
+    )
+    one = made(tmp_path, "one", items=items, columns=columns)
+    two = made(tmp_path, "two", columns=columns, item_features=str(tmp_path / "items.csv"))
+    assert one.info.item_features.features == two.info.item_features.features
+    assert one.info.item_features.unknown == two.info.item_features.unknown
+    assert str(one.features_of("item").to_arrow().to_pylist()) == str(two.features_of("item").to_arrow().to_pylist())
+    assert one.display().equals(two.display())
+
+
+@pytest.mark.parametrize("integers", [False, True])
+def test_ids_may_be_lists_of_text_or_of_integers(tmp_path, integers):
+    lists = [["x", "y"], [], ["y"], ["y", "z"], ["x"]]
+    names = {"x": 7, "y": -3, "z": 11}
+    tags = [[names[each] for each in some] for some in lists] if integers else lists
+    dataset = made(tmp_path, items={**ITEMS, "tags": tags}, columns=COLUMNS.replace("tags:id:|", "tags"))
+    assert dataset.feature_values("tags", "item").to_pylist() == (["-3", "7"] if integers else ["y", "x"])
+    rows = by_id(dataset)
+    assert [rows[i].values["tags"].values.tolist() for i in (10, 20, 30, 40)] == [[2, 1], [], [1], [1, 0]]
+
+
 def test_an_extended_dataset_keeps_indices_and_statistics(tmp_path):
     first = made(tmp_path)
     items = {name: [values[2], values[3]] for name, values in ITEMS.items()}  # 10 and 20 keep what was said before
@@ -103,6 +130,41 @@ def test_an_extended_dataset_keeps_indices_and_statistics(tmp_path):
     assert int(after[40].values["brand"][0]) == 3
     with pytest.raises(DataError, match="has features of items: give --item-features"):
         made(tmp_path, "none", item_features=None, item_columns=None, extend=str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    ("items", "columns", "said"),
+    [
+        ({"text": [[1.0, 2.0, 3.0]] * 5}, COLUMNS, "text has 3 elements, before it had 2"),
+        (
+            {},
+            COLUMNS.replace("price", "price:bucket"),
+            "price was a number in the dataset that is extended, not",
+        ),
+        ({}, COLUMNS.replace("tags:id:|", "tags"), "tags has one value in one dataset, and lists in the other"),
+        (
+            {},
+            "brand tags:id:| price",
+            "has item features brand, level, price, tags, text: the new file must",
+        ),
+    ],
+)
+def test_an_extended_dataset_has_features_of_the_same_kinds(tmp_path, items, columns, said):
+    made(tmp_path)
+    with pytest.raises(DataError) as error:
+        made(tmp_path, "more", items={**ITEMS, **items}, columns=columns, extend=str(tmp_path / "data"))
+    assert said in str(error.value)
+
+
+def test_a_table_with_values_past_its_rows_is_refused(tmp_path):
+    dataset = made(tmp_path)
+    table, features = dataset.features_of("item").to_arrow(), dataset.info.item_features.features
+    fewer = [replace(f, rows=f.rows - 1) if f.name == "brand" else f for f in features]
+    with pytest.raises(DataError, match="here: brand has values outside of its 2 rows: make it again"):
+        FeatureTable.from_arrow(table, fewer, "here")
+    wider = [replace(f, width=3) if f.name == "text" else f for f in features]
+    with pytest.raises(DataError, match="here: text has not 3 numbers a row"):
+        FeatureTable.from_arrow(table, wider, "here")
 
 
 def test_tables_survive_the_way_through_a_file(tmp_path):

@@ -33,16 +33,21 @@ from fuxi_torchrec.tasks.samplers import Candidates
 from fuxi_torchrec.training.model import SequenceModel
 
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
-BRANDS, TAGS, AGES = 10, 12, 8
+BRANDS, TAGS, LEVELS, AGES = 10, 12, 7, 8
 FEATURES = (
     Feature("brand", rows=BRANDS, vocabulary=True, owner="item"),
     Feature("price", kind="number", width=1, owner="item", mean=2.0, deviation=3.0),
     Feature("tags", True, TAGS, True, "mean", owner="item"),
     Feature("text", kind="vector", width=3, owner="item"),
+    Feature("level", rows=LEVELS, kind="bucket", owner="item", boundaries=(1.0, 2.0, 3.0)),
 )
-OF_USERS = (Feature("age", rows=AGES, vocabulary=True, owner="user"), replace(FEATURES[1], name="score", owner="user"))
-
-
+OF_USERS = (
+    Feature("age", rows=AGES, vocabulary=True, owner="user"),
+    replace(FEATURES[1], name="score", owner="user"),
+    replace(FEATURES[2], name="likes", owner="user", pooling="sum"),
+    replace(FEATURES[3], name="taste", owner="user", width=2),
+    replace(FEATURES[4], name="visits", owner="user"),
+)
 OF_EVENTS = (
     Feature("watched", kind="number", width=1, mean=1.0, deviation=2.0),
     Feature("scene", kind="vector", width=2),
@@ -81,11 +86,16 @@ def tables_of(sharding):
         (
             Table("item_feature_brand", "brand", BRANDS, DIM, sharding),
             Table("item_feature_tags", "tags", TAGS, DIM, sharding, "mean"),
+            Table("item_feature_level", "level", LEVELS, DIM, sharding),
         ),
-        (Table("user_feature_age", "age", AGES, DIM, sharding),),
+        (
+            Table("user_feature_age", "age", AGES, DIM, sharding),
+            Table("user_feature_likes", "likes", TAGS, DIM, sharding),
+            Table("user_feature_visits", "visits", LEVELS, DIM, sharding),
+        ),
         numbers=OF_EVENTS,
         item_inputs=6,
-        user_inputs=2,
+        user_inputs=5,
     )
 
 
@@ -110,7 +120,8 @@ def rows_by_hand(values, projection, table, features, names, at):
                 column, weight = table.values[feature.name], values[names + feature.name]
                 if isinstance(column, Ragged):
                     ids = column.values[column.bounds[row] : column.bounds[row + 1]]
-                    total = total + (weight[ids.tolist()].mean(0) if len(ids) else 0)
+                    several = weight[ids.tolist()].sum(0)
+                    total = total + (several / max(1, len(ids)) if feature.pooling == "mean" else several)
                 elif table.filled[row]:
                     total = total + weight[int(column[row])]
                 continue

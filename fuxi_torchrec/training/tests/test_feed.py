@@ -61,17 +61,27 @@ def test_a_sequence_weighs_what_its_weighting_says(weighting, power):
 
 
 @pytest.mark.parametrize("weighting", ["position", "user", "sqrt"])
-def test_targets_at_the_time_of_the_event_before_weigh_less(weighting):
-    batch = batch_of(sequences=20)
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_of_targets_at_the_time_of_the_event_before_a_share_is_kept(weighting, share):
+    batch = batch_of(sequences=300)
     object.__setattr__(batch, "timestamps", batch.timestamps // 2)  # so that some share it
     object.__setattr__(batch, "request_timestamps", batch.timestamps[batch.offsets[1:] - 1])
     after = [[*batch.timestamps[a + 1 : b].tolist(), int(asked)][: b - a] for a, b, asked in sequences_of(batch)]
     same = torch.tensor([time for each in after for time in each]) == batch.timestamps
     assert 0 < same.sum() < len(same)
-    object.__setattr__(batch, "target_weights", torch.where(same, 0.5, 1.0) * batch.target_weights)
-    expected = sequence_weights(batch, weighting)
-    object.__setattr__(batch, "target_weights", torch.where(same, 2.0, 1.0) * batch.target_weights)
-    torch.testing.assert_close(sequence_weights(batch, weighting, same_time=0.5), expected)
+    made, could = maker(weighting=weighting, same_time=share), batch.target_weights > 0
+    given, _ = one(made, batch)
+    kept = torch.zeros_like(could)
+    kept[given.positions] = True
+    assert torch.equal(kept[~same], could[~same]) and not kept[~could].any()
+    assert kept[same & could].double().mean().item() == pytest.approx(share, abs=0.1 * (0 < share < 1))
+    object.__setattr__(batch, "target_weights", batch.target_weights * kept)
+    assert torch.equal(given.weights, sequence_weights(batch, weighting)[kept])
+    # others in each epoch, the same ones in each step
+    object.__setattr__(batch, "target_weights", could.float())
+    later, again = (one(made, batch, Position(*at))[0].positions for at in ((3, 5), (2, 9)))
+    assert torch.equal(again, given.positions)
+    assert torch.equal(later, given.positions) == (share in (0.0, 1.0))
 
 
 @pytest.mark.parametrize("weighting", ["position", "user", "sqrt"])
