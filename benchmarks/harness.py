@@ -139,7 +139,9 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 def publish(name: str, title: str, text: str, raw: dict[str, Any]) -> None:
     """Put a benchmark's section into RESULTS.md, in place of its last one, and its raw figures beside it."""
     RAW.mkdir(exist_ok=True)
-    (RAW / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n")
+    rows = re.compile(r"\[[^][{}]*\]")  # a list of figures is a line
+    text_of_raw = rows.sub(lambda found: " ".join(found[0].split()), json.dumps(raw, indent=1))
+    (RAW / f"{name}.json").write_text(text_of_raw + "\n")
     section = f"<!-- begin {name} -->\n## {title}\n\n{text.strip()}\n<!-- end {name} -->\n"
     old = RESULTS.read_text() if RESULTS.exists() else "# Results\n\nWritten by the programs in this folder.\n"
     pattern = re.compile(rf"<!-- begin {name} -->.*?<!-- end {name} -->\n", re.DOTALL)
