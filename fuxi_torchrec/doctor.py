@@ -176,10 +176,20 @@ def check_machine() -> Iterator[Finding]:
         products = "; products by oneDNN" if kernels.onednn else ""
         yield Finding("backends", f"torch, native CPU kernels ({kernels.instruction_sets[0]}){products}")
     if torch.cuda.is_available():
-        from fuxi_torchrec.ops import triton
+        yield Finding("gpu kernels", gpu_kernels(torch.cuda.device_count()))
 
-        missing = triton.load().missing or triton.unfit(torch.device("cuda", 0))
-        yield Finding("gpu kernels", f"blocks run in torch: {missing}" if missing else f"triton {triton.VERIFIED}")
+
+def gpu_kernels(devices: int) -> str:
+    """Whether blocks run in Triton kernels on this many CUDA devices, and which blocks."""
+    import torch
+
+    from fuxi_torchrec.ops import triton
+
+    reasons = [triton.load().missing] if triton.load().missing else []
+    reasons = reasons or [why for n in range(devices) if (why := triton.unfit(torch.device("cuda", n)))]
+    if reasons:
+        return f"blocks run in torch: {'; '.join(reasons)}"
+    return f"triton {triton.VERIFIED}, for {triton.COVERED}; other blocks run in torch"
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@ import importlib.metadata
 import pytest
 
 from fuxi_torchrec import doctor
+from fuxi_torchrec.ops import triton
 
 
 @pytest.fixture
@@ -65,3 +66,24 @@ def test_a_library_that_does_not_load_is_a_finding_not_a_crash(monkeypatch):
     (finding,) = doctor.check_operators()
     assert finding.failed
     assert "torch and FBGEMM do not fit each other" in str(finding)
+
+
+OTHER = "triton is 2.0.0, the kernels were verified on 3.7.1"
+
+
+@pytest.mark.parametrize(
+    ("missing", "capability", "line"),
+    [
+        ("triton is not installed: it comes with torch's CUDA build", (8, 0), "blocks run in torch: triton is not"),
+        (OTHER, (7, 5), f"blocks run in torch: {OTHER}"),
+        ("", (7, 5), "blocks run in torch: cuda:0 has compute capability 7.5, the kernels need 8.0; cuda:1 has"),
+        ("", (9, 0), "triton 3.7.1, for heads of up to 64 columns, positional kernels of up to 64, rows of up to 1024"),
+    ],
+    ids=["no triton", "another triton", "old devices", "good devices"],
+)
+def test_which_blocks_run_in_gpu_kernels_is_a_line(monkeypatch, missing, capability, line):
+    monkeypatch.setattr(triton, "load", lambda: triton.Found(missing))
+    monkeypatch.setattr(triton, "capability", lambda device: capability)
+    found = doctor.gpu_kernels(2)
+    assert found.startswith(line) and "\n" not in found
+    assert ("other blocks run in torch" in found) == found.startswith("triton 3.7.1")

@@ -16,6 +16,10 @@ import torch
 VERIFIED = "3.7.1"  # what torch 2.13's CUDA build pins
 LEAST_CAPABILITY = (8, 0)
 WIDEST_HEAD, WIDEST_KERNEL, WIDEST_ROW = 64, 64, 1024  # that the kernels were compiled for without spills
+COVERED = (
+    f"heads of up to {WIDEST_HEAD} columns, positional kernels of up to {WIDEST_KERNEL}, rows of up to {WIDEST_ROW}, "
+    "all channels on"
+)
 
 
 class Found(NamedTuple):
