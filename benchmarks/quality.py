@@ -48,7 +48,7 @@ def quality(scratch: Path, seeds: Sequence[int]) -> tuple[str, list[Aim], Any]:
             given = [f"data.path={scratch / f'data-{seed}'}", f"seed={seed}", *settings]
             with WorkerGroup(2, timeout_seconds=1800) as group:
                 result, seconds = group.run(train_and_evaluate, scratch / f"run-{seed}-{name.split()[0]}", given)[0]
-            found[name], found[f"{name}, asked at the last event"] = (result[t][METRIC] for t in ("target", "last"))
+            found[name], found[f"{name}, queried at the last event"] = (result[t][METRIC] for t in ("target", "last"))
             found[f"{name}, seconds"] = seconds
             found |= {baseline: metrics[METRIC] for baseline, metrics in result["baselines"].items()}
             print(f"seed {seed}, {name}: {found[name]:.4f} in {seconds:.0f} s", flush=True)

@@ -163,12 +163,12 @@ ML_KINDS = [
     ("All candidates, queried at the last event's time:", "all", "last"),
 ]
 GIT_KINDS = [
-    ("Asked at the target's time:", "all", "target"),
-    ("Asked at the last event's time:", "all", "last"),
+    ("Queried at the target's time:", "all", "target"),
+    ("Queried at the last event's time:", "all", "last"),
 ]
 JOURNEY_KINDS = [
     *GIT_KINDS,
-    ("Targets that have training events, asked at the target's time:", "all", "warm"),
+    ("Targets that have training events, queried at the target's time:", "all", "warm"),
     ("Of each user the first product without a training event, among all products:", "cold", "target"),
     ("The same among such products alone:", "new", "target"),
 ]

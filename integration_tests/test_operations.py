@@ -2,9 +2,7 @@
 
 import json
 import signal
-import time
 import uuid
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +13,14 @@ from integration_tests.launches import (
     SETTINGS,
     STEPS,
     all_end,
+    command_of,
     descendants,
     held,
     latest,
     launched,
     listener,
     marked,
+    none_left,
     strike,
     until,
 )
@@ -46,14 +46,6 @@ def finish(process, log, expected=0):
     code = process.wait(90)
     assert code == expected, log.read_text()[-8000:]
     return log.read_text()
-
-
-def command_of(pid):
-    """Of a process, empty when it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
-    except OSError:
-        return []
 
 
 def hold(run_dir, step=HOLD):
@@ -142,10 +134,7 @@ def test_when_torchrun_is_struck_none_of_its_processes_stays(data, tmp_path, num
         below = descendants(torchrun)
         assert len(below) >= 4  # two ranks, and what reads for each
         strike(torchrun, number)
-        deadline = time.monotonic() + 20
-        while any(map(command_of, below)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not any(map(command_of, below))
+        none_left(lambda: set(filter(command_of, below)))
         assert finish(process, log, expected=1)
 
 

@@ -1,11 +1,14 @@
 """A format under test: which files of which fixture are damaged, and how everything in it is read."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, Protocol
+
+import yaml
 
 from benchmarks.fuzz import mutations, outcomes
 from benchmarks.fuzz.mutations import Mutation
@@ -82,9 +85,11 @@ class Format:
         return str(target.relative_to(original)), self._mutate(target.read_bytes(), random)
 
     def _mutate(self, data: bytes, random: Random) -> Mutation:
-        if self.syntax != "bytes" and random.random() < _STRUCTURED:
+        if self.syntax == "bytes":
+            return mutations.damage(data, random, *(self.span(data) if self.span is not None else ()))
+        if random.random() < _STRUCTURED:
             return (mutations.edit_json if self.syntax == "json" else mutations.edit_yaml)(data, random)
-        return mutations.damage(data, random, *(self.span(data) if self.span is not None else ()))
+        return mutations.damage_document(data, random, json.loads if self.syntax == "json" else yaml.safe_load)
 
 
 def parquet_pages(data: bytes) -> tuple[int, int]:

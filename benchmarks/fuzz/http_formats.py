@@ -135,8 +135,8 @@ class HttpFormat:
             whole = _request(path, plain)
             found = mutations.damage(whole[: -len(plain)], random)
             return path, Mutation(found.what, found.data + plain)
-        edit = mutations.edit_json if random.random() < 0.7 else mutations.damage
-        found = edit(plain, random)
+        edited = random.random() < 0.7
+        found = mutations.edit_json(plain, random) if edited else mutations.damage_document(plain, random, json.loads)
         return path, Mutation(found.what, _request(path, found.data), found.key)
 
     def run(self, fixtures: Path, place: Path, random: Random, wanted: Any) -> Outcome:

@@ -5,7 +5,7 @@ A mutation is drawn from a ``random.Random``, and is a function of it and of the
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -81,6 +81,18 @@ def damage(data: bytes, random: Random, first: int = 0, end: int | None = None) 
         if found is not None and found[1] != data:
             return Mutation(f"{name} {found[0]}", found[1])
     return Mutation("extended by a byte", data + b"\x01")  # nothing else was possible
+
+
+def damage_document(data: bytes, random: Random, load: Callable[[bytes], Any]) -> Mutation:
+    """The same of JSON or YAML; if one value is another one since, and all others as they were, its key is known."""
+    found = damage(data, random)
+    try:
+        before, after = ({path: c[key] for c, key, path in _places(load(text))} for text in (data, found.data))
+    except (ValueError, yaml.YAMLError, RecursionError):
+        return found
+    same = before.keys() == after.keys()
+    changed = [path for path in before if same and before[path] != after[path]]
+    return replace(found, key=_name(changed[-1])) if changed and len(set(map(len, changed))) == len(changed) else found
 
 
 _Changed = tuple[str, bytes]
@@ -175,7 +187,7 @@ def _edit(tree: Any, random: Random) -> tuple[str, str, str]:
         return "nothing to edit", "", ""
     container, key, path = random.choice(places)
     kind = random.choice(("value", "value", "value", "delete", "rename", "duplicate", "add"))
-    name = str(next((part for part in reversed(path) if isinstance(part, str)), key))
+    name = _name(path)
     where = ".".join(map(str, path))
     if isinstance(container, list):
         if kind == "delete":
@@ -202,6 +214,11 @@ def _edit(tree: Any, random: Random) -> tuple[str, str, str]:
     extreme = random.choice(sorted(EXTREMES))
     container[key] = _MARK
     return f"{where} = {extreme}", name, EXTREMES[extreme]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """The key that a place is called by: in a list, that of the list."""
+    return str(next((part for part in reversed(path) if isinstance(part, str)), path[-1]))
 
 
 def _places(tree: Any, path: tuple[Any, ...] = ()) -> Any:

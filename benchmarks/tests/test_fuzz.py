@@ -76,6 +76,15 @@ def test_every_edit_of_json_is_made():
     assert not any(b"@@" in each.data for each in found)
 
 
+@pytest.mark.parametrize("load", [json.loads, yaml.safe_load])
+def test_of_a_damaged_document_the_key_of_the_only_other_value_is_known(load):
+    found = [mutations.damage_document(TEXT, Random(number), load) for number in range(3000)]
+    assert {"a", "b", "c"} <= {each.key for each in found} <= {None, "a", "b", "c", "d", "e"}
+    for each in found:
+        if each.key == "a":
+            assert {**load(each.data), "a": 1} == json.loads(TEXT) != load(each.data)
+
+
 def test_edited_yaml_can_mostly_be_parsed():
     readable = 0
     for number in range(100):

@@ -80,9 +80,10 @@ class Items:
         """Indices as the model sees them; with ``trained`` of known items alone."""
         return np.where((self.known if trained else self.seen)[items], items, 0)
 
-    def dropped(self, epoch: int, user: Ints, position: Ints) -> NDArray[np.bool_]:
+    def dropped(self, epoch: int, user: Ints, begin: Ints, length: Ints) -> NDArray[np.bool_]:
         """Which events of an epoch have their item replaced, by the row of the user and the place in its history."""
-        draw = mix(self.seed, epoch, user.astype(np.uint64), position.astype(np.uint64))
+        users = np.repeat(mix(self.seed, epoch, user.astype(np.uint64)), length)
+        draw = mix(ranges(begin, length).astype(np.uint64), state=users)
         return draw < np.uint64(self.oov_rate * 2.0**64)
 
 
@@ -181,8 +182,7 @@ class BatchMaker:
             index = ranges(first + begin, length)
             item = self.items.find(block.items[index])
             if epoch is not None and self.items.oov_rate:
-                dropped = self.items.dropped(epoch, np.repeat(user, length), index - np.repeat(first, length))
-                item = np.where(dropped, 0, item)
+                item = np.where(self.items.dropped(epoch, user, begin, length), 0, item)
             items.append(item)
             goal = np.zeros_like(index)
             if targets:

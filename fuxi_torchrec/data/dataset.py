@@ -159,7 +159,7 @@ class Dataset:
         except DataError:
             raise DataError(
                 f"{path}: no dataset here: {INFO} is missing or cannot be read. It is written last, so an unfinished "
-                "preparation has none: run `python -m pipelines.prepare` again"
+                "preparation has none: run `python -m pipelines.prepare` again, or correct the path (data.path)"
             ) from None
         return Dataset(str(path).rstrip("/"), DatasetInfo.from_json(text, where))
 

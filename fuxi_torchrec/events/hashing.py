@@ -18,9 +18,9 @@ def scramble(bits: Bits) -> Bits:
     return bits
 
 
-def mix(*parts: int | Bits) -> Bits:
-    """A hash of several numbers, elementwise."""
-    state = np.full(1, GOLDEN)
+def mix(*parts: int | Bits, state: Bits | None = None) -> Bits:
+    """A hash of several numbers, elementwise; ``state`` is that of numbers before them."""
+    state = np.full(1, GOLDEN) if state is None else state
     for part in parts:
         state = scramble((state ^ np.asarray(part, dtype=np.uint64)) + GOLDEN)
     return state

@@ -163,7 +163,7 @@ class Task(nn.Module, ABC):
         """Elements of the loss's buffers, about: for planning."""
 
     def correction(self, events: Events, outputs_BD: Tensor, request_times: Tensor) -> Correction | None:
-        """What a ranking adds to similarities of users after ``events``, asked at these times; None for nothing."""
+        """What a ranking adds to similarities of users after ``events``, queried at these times; None for nothing."""
         return None
 
     @abstractmethod

@@ -174,7 +174,7 @@ def compared(events: Events, positions: Tensor, weights: Tensor, candidates: Can
 
 
 def with_windows(targets: Targets, events: Events, width: int, times: Tensor) -> Targets:
-    """With the last distinct items before each target, of the events that the encoder reads, asked at ``times``."""
+    """With the last distinct items before each target, of the events that the encoder reads, queried at ``times``."""
     found = find_windows(events.items.numpy(), events.offsets.numpy(), width, targets.positions.numpy())
     constants = {
         "window": torch.from_numpy(np.ascontiguousarray(found.last, np.int32)),
@@ -187,7 +187,7 @@ def with_windows(targets: Targets, events: Events, width: int, times: Tensor) ->
 
 
 def request_times(events: Events) -> Tensor:
-    """(T,) when each event's output is asked for: at the time of the event after it."""
+    """(T,) when each event's output is queried: at the time of the event after it."""
     times = events.timestamps.roll(-1)
     some = events.offsets.diff() > 0
     times[events.offsets[1:][some] - 1] = events.request_timestamps[some]

@@ -43,7 +43,7 @@ class RepeatsConfig:
     periods: tuple[int, ...] = setting((), "of habits, in the dataset's time unit: [86400, 604800]")
     at_last: float = setting(
         0.25,
-        "share of training targets asked for at the last event's time, so that a bias learns both",
+        "share of training targets queried at the last event's time, so that a bias learns both",
         least=0,
         most=1,
     )

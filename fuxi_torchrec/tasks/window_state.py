@@ -134,7 +134,7 @@ class WindowState:
         return WindowState(*(each.to(like.dtype) for each, like in zip(filled, self.tensors(), strict=True)))
 
     def entries(self, counts: Tensor, request_times: Tensor) -> Entries:
-        """As the bias takes them, of users with so many events, asked at these times: (B,) each."""
+        """As the bias takes them, of users with so many events, queried at these times: (B,) each."""
         return Entries(
             self.items > 0,
             counts[:, None] - 1 - self.events.long(),

@@ -36,7 +36,8 @@ sys.exit(process.wait())
 """
 
 
-def gone(pid, seconds=30.0):
+def gone(pid, seconds=5.0):
+    """Whether a process has ended within so many seconds' naps: on a starved machine they take longer."""
     for _ in range(int(seconds * 20)):
         try:
             os.kill(pid, 0)
