@@ -19,11 +19,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     output = options.output or options.run / "curve.png"
     try:
-        lines = (options.run / "metrics.jsonl").read_text().splitlines()
+        entries = [json.loads(line) for line in (options.run / "metrics.jsonl").read_text().splitlines()]
     except OSError as error:
         print(f"{options.run}: no metrics here: {error.strerror}", file=sys.stderr)
         return 1
-    draw([json.loads(line) for line in lines], options.run.name, output)
+    except ValueError as error:
+        print(f"{options.run}/metrics.jsonl: a line is no JSON: {error}", file=sys.stderr)
+        return 1
+    draw(entries, options.run.name, output)
     print(output)
     return 0
 

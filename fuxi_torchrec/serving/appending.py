@@ -46,10 +46,11 @@ class Appender:
 
     def append(self, found: list[tuple[Event, int]]) -> list[bool]:
         """Which events were accepted, and are on disk."""
-        mine, batch = _Waiting(found), list[_Waiting]()
+        mine = _Waiting(found)
         with self._turn:
             self._waiting.append(mine)
             self._turn.wait_for(lambda: mine.done or not self._led)
+            batch: list[_Waiting] = []
             if not mine.done:  # one of those who wait writes for all of them
                 batch, self._waiting, self._led = self._waiting, batch, True
         if batch:
@@ -59,7 +60,7 @@ class Appender:
         return mine.accepted
 
     def _lead(self, batch: Sequence[_Waiting]) -> None:
-        crowded = set[UserId]()
+        crowded: set[UserId] = set()
         try:
             with self._writing:
                 crowded = self._append_all(batch)
@@ -79,7 +80,8 @@ class Appender:
 
     def _append_all(self, batch: Sequence[_Waiting]) -> set[UserId]:
         """Users of whom many events wait to be encoded then."""
-        kept, last = list[tuple[Event, int]](), dict[UserId, int]()
+        kept: list[tuple[Event, int]] = []
+        last: dict[UserId, int] = {}
         for one in batch:
             with self.users.lock:
                 one.accepted, after = self.users.accepted((event for event, _ in one.found), last)

@@ -104,7 +104,8 @@ class LiveUsers:
         Args:
             before: last times of users with events that are yet to be added.
         """
-        accepted, last = list[bool](), dict[UserId, int]()
+        accepted: list[bool] = []
+        last: dict[UserId, int] = {}
         for event in events:
             user = event.user_id
             if user not in last:

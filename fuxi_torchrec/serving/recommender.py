@@ -1,6 +1,5 @@
 """Recommendations from an export: users as they are now, with everything they did since."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -287,13 +286,14 @@ class Recommender:
         self._appender.check()
         if not checked:
             self._checks.events([event for group in groups for event in group])
-        counts, found = list[Counter[str]](), list[tuple[Counter[str], Event, int]]()
+        counts: list[dict[str, int]] = []
+        found: list[tuple[dict[str, int], Event, int]] = []
         for group in groups:
             selected = group if checked else self.select(group)
-            count = Counter(filtered=len(group) - len(selected))
-            counts.append(count)
             items = self._catalogue.find_few([event.item_id for event in selected])
-            count["rare_items"], count["unknown_items"] = items.count(LEFT_OUT), items.count(UNKNOWN)
+            count = dict.fromkeys(("accepted", "late"), 0) | {"filtered": len(group) - len(selected)}
+            count |= {"rare_items": items.count(LEFT_OUT), "unknown_items": items.count(UNKNOWN)}
+            counts.append(count)
             pairs = zip(selected, items, strict=True)
             found += [(count, event, item) for event, item in pairs if item != LEFT_OUT]
         accepted = self._appender.append([(event, item) for _, event, item in found])

@@ -67,12 +67,9 @@ class State(NamedTuple):
 
     def after(self, new: Sequence[tuple[Any, ...]], gone: Sequence[int] = ()) -> "State":
         """With rows more, and without those of some checksums."""
-        checksums = [row[-1] for row in new]
-        return self._replace(
-            until=max([self.until, *(row[0] for row in new)]),
-            rows=self.rows + len(new) - len(gone),
-            checksums=self.checksums + sum(checksums) - sum(gone),
-        )
+        until, rows = max([self.until, *(row[0] for row in new)]), self.rows + len(new) - len(gone)
+        checksums = self.checksums + sum(row[-1] for row in new) - sum(gone)
+        return State(self.version, self.export, until, rows, checksums, self.erased)
 
 
 class Content(NamedTuple):
@@ -228,16 +225,11 @@ class Store:
 
     def _add(self, said: Iterable[tuple[Any, Any, int | None, Any]]) -> None:
         rows = [
-            _summed((seq, user, item, time, json.dumps(features) if features else None, 1))
+            Row(seq, user, item, time, json.dumps(features) if features else None)
             for seq, (user, item, time, features) in enumerate(said, self._state.until + 1)
         ]
-        if not rows:
-            return
-        with self._reported():
-            self._database.execute("BEGIN IMMEDIATE")
-            self._database.executemany(_INSERT.format("events"), rows)
-            self._database.execute("COMMIT")
-        self._acknowledge(self._state.after(rows))
+        if rows:
+            self._change((), rows)
 
     def forget(self, users: Sequence[UserId]) -> None:
         """Delete everything of users, and remember them as forgotten."""
@@ -246,8 +238,7 @@ class Store:
 
     def rewrite(self, about: dict[str, Any], rows: Sequence[Row]) -> None:
         """Go on with an export and these rows; no trace of others is left on disk."""
-        state = State(VERSION, json.dumps(about), self._state.until, erased=1)
-        self._change(None, rows, state)
+        self._change(None, rows, State(VERSION, json.dumps(about), self._state.until, erased=1))
         with self._reported():
             self._database.execute("VACUUM")
             busy = self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
@@ -255,9 +246,10 @@ class Store:
             self._change((), (), self._state._replace(erased=0))
         self._lengthen_log()
 
-    def _change(self, users: Sequence[UserId] | None, new: Iterable[tuple[Any, ...]], state: State) -> None:
-        """Delete everything of users, or everything, and add rows, in one commit that leads to a state."""
-        rows, gone, database = [_summed(row) for row in new], list[int](), self._database
+    def _change(self, users: Sequence[UserId] | None, new: Iterable[Row], state: State | None = None) -> None:
+        """Delete everything of users, or everything, and add rows, in one commit; it notes a state if one is given."""
+        rows, database = [_summed(row) for row in new], self._database
+        gone: list[int] = []
         with self._reported():
             database.execute("BEGIN IMMEDIATE")
             if users is None:
@@ -267,10 +259,11 @@ class Store:
                 gone = [checksum for (checksum,) in database.execute(f"SELECT checksum {those}", given)]
                 database.execute(f"DELETE {those}", given)
             database.executemany(_INSERT.format("events"), rows)
-            state = state.after(rows, gone)
-            database.execute(_UPDATE, _summed(state))
+            after = (state or self._state).after(rows, gone)
+            if state is not None:
+                database.execute(_UPDATE, _summed(after))
             database.execute("COMMIT")
-        self._acknowledge(state)
+        self._acknowledge(after)
 
     def _lengthen_log(self) -> None:
         """Zeros after the write-ahead log's end: commits then overwrite, and a sync has no new length to write too."""
