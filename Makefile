@@ -48,7 +48,8 @@ test-native: setup  ## the native kernels' tests under AddressSanitizer and Unde
 
 test-gpu-offline:  ## the GPU kernels without a GPU: interpreted, on a pretend device, compiled; makes .venv-gpu
 	@"$(PYTHON)" setup_env.py gpu-offline
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-gpu/bin/python -m pytest -n 2 fuxi_torchrec/ops/triton
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-gpu/bin/python -m pytest -n 2 fuxi_torchrec/ops/triton \
+	fuxi_torchrec/encoders/tests/test_compile.py
 	OMP_NUM_THREADS=1 .venv-gpu/bin/python -m benchmarks.gpu_kernels --quick
 
 bench: setup  ## all benchmarks, into benchmarks/RESULTS.md (an hour on an idle machine)

@@ -177,6 +177,7 @@ TABLES: dict[str, Callable[[Sequence[Row], dict[str, Found]], str]] = {
     "movielens-repeats": ranking_table(ML_KINDS[:2]),
     "gitlog": ranking_table(GIT_KINDS, ["all"], LONG),
     "gitlog-repeats": ranking_table(GIT_KINDS, ["all"], LONG),
+    "gitlog-biases": ranking_table(GIT_KINDS),
     "movielens-ablations": ranking_table(ML_KINDS[:1]),
     "gitlog-ablations": ranking_table(GIT_KINDS[:1]),
     "lengths": ranking_table(GIT_KINDS[:1]),

@@ -71,11 +71,23 @@ def seeds(name: str, study: str, set: str, what: str, *settings: str, processes:
 
 
 BARE = "features.item={}"
-GIT_REPEATS = (  # negatives drawn and four epochs: less than half the time of a softmax over all packages
-    *("task.repeats.window=128", "task.repeats.periods=[86400,604800]", "optimizer.scalar_lr=2e-2"),
-    *("model.dropout=0.4", "train.epochs=4", "loss.negatives=shared", "loss.num_negatives=2048"),
-    "validation.every_epochs=null",
+# by name: what is left of the bias of items that come back, and the settings that do it
+BIASES: dict[str, tuple[str, str]] = {
+    "whole": ("whole", "task.repeats.without=[]"),
+    "no-mix": ("without the hidden layer", "task.repeats.without=[mix]"),
+    "no-user": ("without what depends on the user alone, and on user and item", "task.repeats.without=[user,items]"),
+    "no-lead": ("without the lead", "task.repeats.without=[lead]"),
+    "no-phase": ("without phases", "task.repeats.without=[phase]"),
+    "no-tables": ("without the other tables", "task.repeats.without=[events_ago,items_ago,count,gap,since]"),
+    "at-target": ("whole, every target asked for at its time", "task.repeats.at_last=0"),
+    "none": ("no bias", "task.repeats={}"),
+}
+GIT_REPEATS = (  # negatives drawn: less than half the time of a softmax over all packages
+    *("task.repeats.periods=[86400,604800]", "optimizer.scalar_lr=2e-2"),
+    *("loss.negatives=shared", "loss.num_negatives=2048", "validation.every_epochs=null"),
 )
+GIT_4 = ("task.repeats.window=128", "model.dropout=0.4", "train.epochs=4")
+GIT_8 = ("task.repeats.window=64", "model.dropout=0.5", "train.epochs=8")
 BASKETS = (  # the first product of each basket is a target
     *("task.repeats.window=256", "task.repeats.periods=[86400,604800]", "optimizer.scalar_lr=2e-2"),
     *("train.epochs=2", "batch.events=4096", "loss.num_negatives=2048", "loss.same_time=0"),
@@ -148,7 +160,19 @@ ROWS: list[Row] = [
             *length(events),
         )
     ),
-    *seeds("gitlog-repeats", "gitlog-repeats", "gitlog", "repeats, window 128", *GIT_REPEATS),
+    *seeds("gitlog-repeats", "gitlog-repeats", "gitlog", "window 128, 4 epochs", *GIT_REPEATS, *GIT_4),
+    *seeds("gitlog-repeats-64", "gitlog-repeats", "gitlog", "window 64, 8 epochs", *GIT_REPEATS, *GIT_8),
+    *(
+        Row(
+            f"gitlog-bias-{name}",
+            "gitlog-biases",
+            "gitlog",
+            what,
+            (*GIT_REPEATS, *GIT_8, "train.epochs=2", setting),
+            split="valid",
+        )
+        for name, (what, setting) in BIASES.items()
+    ),
     *seeds("ml-1m-short", "movielens-repeats", "ml-1m", "no repeats", *NARROW, *SHORT, count=1),
     *seeds("ml-1m-short-repeats", "movielens-repeats", "ml-1m", "window 64", *NARROW, *SHORT, REPEATS_64, count=1),
     *seeds("journey-new", "journey-new", "complete-journey", "five features", count=1),

@@ -247,7 +247,8 @@ class FuXiLinearEncoder(SequenceEncoder):
         self, state: EncoderState, next_time_B: Tensor, store: bool
     ) -> tuple[Tensor, tuple[BlockState, ...]]:
         """The pending events through all blocks: the last one's output, or what all of them then keep."""
-        step, x, after = self._step(state, next_time_B), state.pending, list[BlockState]()
+        step, x = self._step(state, next_time_B), state.pending
+        after: list[BlockState] = []
         event = triton.Step(state.count, step.ticks_B, step.key_BHK, step.query_BGK, step.position_B)
         for block, memory in zip(self.layers, state.memory, strict=True):
             last = store and len(after) + 1 == len(self.blocks)  # its output is not needed

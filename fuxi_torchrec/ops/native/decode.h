@@ -8,16 +8,17 @@
 
 namespace ISA {
 
-constexpr int64_t MANY = 4;  // users from which tiles pay, their rows padded
+constexpr int64_t MANY = 4;       // users from which tiles pay, their rows padded
+constexpr int64_t PANEL = 2 * W;  // columns of weights that a tile multiplies by
 
 struct DecodeScratch {
   int64_t rows;  // users, padded
-  float *x, *normed, *projection, *y, *z, *hidden, *ffn;
-  int64_t padded_hidden;
+  float *x, *normed, *projection, *y, *z, *hidden, *ffn, *panel;
 
   static int64_t pad_users(int64_t users) { return users < MANY ? users : round_up(users, ROWS); }
   static int64_t floats(const Shape& shape, int64_t hidden, int64_t users) {
-    return pad_users(users) * (padded(shape.dim) * 14 + padded(2 * hidden) + padded(hidden)) + PAD;
+    const int64_t panel = pad_users(users) > ROWS ? PANEL * most(3 * padded(shape.dim), padded(hidden)) : 0;
+    return pad_users(users) * (padded(shape.dim) * 14 + padded(2 * hidden) + padded(hidden)) + panel + PAD;
   }
   DecodeScratch(const Shape& shape, int64_t hidden_width, int64_t users, float* at) {
     rows = pad_users(users);
@@ -28,15 +29,25 @@ struct DecodeScratch {
     projection = at, at += rows * D * 8;
     y = at, at += rows * D * 3;
     ffn = at, at += rows * padded(2 * hidden_width);
-    hidden = at;
+    hidden = at, at += rows * padded(hidden_width);
+    panel = at;
   }
 };
 
-// X = P W for the users' rows; W (length × columns) may be part of a wider matrix.
-INLINE void rows_times(const float* p, int64_t ps, int64_t users, int64_t rows, const float* w, int64_t ws,
+// X = P W for the users' rows; W (length × columns) may be part of a wider matrix. Weights are read once: where they
+// serve several tiles of users, a panel of their columns is copied first, and stays near.
+INLINE void rows_times(const float* p, int64_t ps, int64_t users, const DecodeScratch& m, const float* w, int64_t ws,
                        int64_t length, float* x, int64_t xs, int64_t columns) {
   const int64_t whole = users < MANY ? 0 : columns / W * W;
-  if (whole) product<Part::ALL>(p, ps, 1, w, ws, length, x, xs, rows, whole, 0.0f);
+  if (m.rows <= ROWS) {
+    if (whole) product<Part::ALL>(p, ps, 1, w, ws, length, x, xs, m.rows, whole, 0.0f);
+  } else {
+    for (int64_t n = 0; n < whole; n += PANEL) {
+      const int64_t width = least(PANEL, whole - n);
+      copy_rows(w + n, ws, length, width, m.panel, PANEL, length, width);
+      product<Part::ALL>(p, ps, 1, m.panel, PANEL, length, x + n, xs, m.rows, width, 0.0f);
+    }
+  }
   if (whole < columns) few_rows(p, ps, users, w + whole, ws, length, x + whole, xs, columns - whole);
 }
 
@@ -135,7 +146,7 @@ INLINE void decode_users(const Shape& s, const Decode& all, int64_t first, int64
     const bool output = all.output || l + 1 < all.count;  // the last block's may not be wanted
     const int64_t from = output ? 0 : 3 * d;              // then nor are its gates
     for (int64_t n = 0; n < users; n++) norm_row(m.x + n * d, d, s.official, m.normed + n * d);
-    rows_times(m.normed, d, users, m.rows, layer.in_proj + from, columns, d, m.projection + from, columns,
+    rows_times(m.normed, d, users, m, layer.in_proj + from, columns, d, m.projection + from, columns,
                columns - from);
     for (int64_t n = 0; n < users; n++) {
       float *own = m.projection + n * columns, *y = output ? m.y + n * 3 * d : nullptr;
@@ -147,14 +158,14 @@ INLINE void decode_users(const Shape& s, const Decode& all, int64_t first, int64
       if (y) gate_row(s, own, y);
     }
     if (!output) return;
-    rows_times(m.y, 3 * d, users, m.rows, layer.out_proj, d, 3 * d, m.z, d, d);
+    rows_times(m.y, 3 * d, users, m, layer.out_proj, d, 3 * d, m.z, d, d);
     for (int64_t n = 0; n < users; n++) {
       for (int64_t j = 0; j < d; j++) m.z[n * d + j] += m.x[n * d + j];
       norm_row(m.z + n * d, d, false, m.normed + n * d);
     }
-    rows_times(m.normed, d, users, m.rows, layer.ffn_in, 2 * h, d, m.ffn, 2 * h, 2 * h);
+    rows_times(m.normed, d, users, m, layer.ffn_in, 2 * h, d, m.ffn, 2 * h, 2 * h);
     for (int64_t n = 0; n < users; n++) swiglu_row(m.ffn + n * 2 * h, h, m.hidden + n * h);
-    rows_times(m.hidden, h, users, m.rows, layer.ffn_out, d, h, m.x, d, d);
+    rows_times(m.hidden, h, users, m, layer.ffn_out, d, h, m.x, d, d);
     for (int64_t n = 0; n < users * d; n++) m.x[n] += m.z[n];
   }
   for (int64_t n = 0; n < users; n++)

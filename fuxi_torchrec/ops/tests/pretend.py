@@ -132,6 +132,8 @@ class Device(TorchFunctionMode):
         device = kwargs.get("device")
         if name == "as_tensor" and there:
             return args[0]
+        if name == "__setitem__" and there:
+            return func(args[0], args[1], self._there(args[2], args[0].dtype))
         if name == "where" and any(isinstance(x, Pretend) for x in args):
             return self._where(func, args)
         if device is None or torch.device(device).type != "cuda":
@@ -147,14 +149,13 @@ class Device(TorchFunctionMode):
     def _where(self, func, args):
         """A number among the choices becomes a tensor of the device first, as on a GPU."""
         dtype = next(x.dtype for x in args if isinstance(x, torch.Tensor) and x.dtype != torch.bool)
+        return func(*(self._there(x, dtype) for x in args))
 
-        def there(x):
-            if isinstance(x, torch.Tensor):
-                return x
-            self.launches.append(_place())
-            return Pretend(torch.tensor(x, dtype=dtype), self)
-
-        return func(*(there(x) for x in args))
+    def _there(self, x, dtype):
+        if isinstance(x, torch.Tensor):
+            return x
+        self.launches.append(_place())
+        return Pretend(torch.tensor(x, dtype=dtype), self)
 
     def _to(self, name, args, kwargs):
         tensor, *rest = args

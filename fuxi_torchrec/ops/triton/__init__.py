@@ -34,9 +34,14 @@ class Found(NamedTuple):
     interpreted: bool = False
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def load() -> Found:
     """Look for Triton and make the operators known to torch, once."""
+    return _load()
+
+
+@cache
+def _load() -> Found:
     if importlib.util.find_spec("triton") is None:
         return Found("triton is not installed: it comes with torch's CUDA build")
     version = importlib.metadata.version("triton")
@@ -54,6 +59,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unfit(device: torch.device) -> str:
     """Why the kernels do not run on a CUDA device; empty if they do.
 

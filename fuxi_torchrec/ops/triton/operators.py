@@ -66,7 +66,7 @@ class _Inputs(NamedTuple):
 
     @property
     def users(self) -> int:
-        return len(self.wide_bounds) - 1
+        return self.wide_bounds.shape[0] - 1
 
     def columns(self, rows: Tensor) -> tuple[Tensor, ...]:
         """u, q, k, v, temporal values, positional values."""
@@ -215,6 +215,7 @@ def _norm_backward(grad: Tensor, x: Tensor, layer: bool) -> Tensor:
 
 
 # --- what torch has to know of them ----------------------------------------------------------------------------------
+# Sizes are asked of shapes: with `len` a compiled program would be one of a single size.
 
 _KEPT = 4  # outputs of the block that only the backward pass reads
 
@@ -222,7 +223,7 @@ _KEPT = 4  # outputs of the block that only the backward pass reads
 def _fake_block(*arguments: Any) -> tuple[Tensor, ...]:
     *inputs, _, with_state, keep = arguments
     x = _Inputs(*inputs)
-    events, wide, narrow = len(x.projection), x.wide.shape[1], x.narrow.shape[1]
+    events, wide, narrow = x.projection.shape[0], x.wide.shape[1], x.narrow.shape[1]
     heads, subs, kernel = len(x.retention_log), len(x.gain), x.table.shape[1]
     dtype, new = compute_dtype(x.projection.dtype), x.projection.new_empty
     shapes = [
@@ -246,7 +247,7 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
 def _fake_step(projection: Tensor, *others: Any) -> tuple[Tensor, ...]:
     *tensors, _, store = others
     after = (torch.empty_like(s) if store else s.new_empty(0) for s in tensors[-3:])
-    return projection.new_empty(len(projection), 3 * (projection.shape[1] // 8)), *after
+    return projection.new_empty(projection.shape[0], 3 * (projection.shape[1] // 8)), *after
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -180,10 +180,10 @@ def test_what_the_kernels_do_not_cover_runs_in_torch(device, changes):
 
 def test_a_missing_or_other_triton_is_a_reason_in_a_line(monkeypatch):
     monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: None)
-    assert triton.load.__wrapped__().missing == "triton is not installed: it comes with torch's CUDA build"
+    assert triton._load.__wrapped__().missing == "triton is not installed: it comes with torch's CUDA build"
     monkeypatch.setattr(triton.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(triton.importlib.metadata, "version", lambda name: "2.0.0")
-    assert triton.load.__wrapped__().missing == "triton is 2.0.0, the kernels were verified on 3.7.1"
+    assert triton._load.__wrapped__().missing == "triton is 2.0.0, the kernels were verified on 3.7.1"
 
 
 def test_lengths_are_those_of_the_budget():
