@@ -282,6 +282,42 @@ def test_an_approximate_index_finds_added_items_too(place, run, workers):
     assert found.scores == pytest.approx(expected.scores, abs=1e-4)
 
 
+@pytest.mark.timeout(200)
+def test_an_added_item_that_comes_back_has_the_bias_of_one_that_the_export_has(place, workers):
+    """Item 51 is cold in the export and 1051 has its features: histories with either are answered alike."""
+    from fuxi_torchrec.serving.refresh.refresh import refresh
+
+    bias = ("task.repeats.window=8", "task.repeats.periods=[86400]", "optimizer.scalar_lr=0.1", "train.max_steps=12")
+    workers(1).run(small.train, place / "back", settings(place, *WHOLE, *bias))
+    workers(2).run(exported, place / "back", place / "back-export")
+    twin = record(features_of(range(1, 61)), 50) | {"item_id": 1051}
+    live, refreshed, again = {}, {}, {}
+    for item in (51, 1051):
+        log_dir, later = place / f"log-back-{item}", place / f"back-{item}"
+        with Recommender.load(place / "back-export", log_dir=log_dir) as recommender:
+            assert recommender.add_items([twin]).added == 1
+            before = recommender.recommend([3], END + 9, k=61)[0]
+            recommender.append([3, 3, 3], [item, 7, item], [END, END + 1, END + 2])
+            live[item] = recommender.recommend([3], END + 9, k=61)[0]
+        assert refresh(place / "back-export", log_dir, later, requery_all=True).added_items == 1
+        assert refresh(place / "back-export", log_dir, later, requery_all=True).already_done
+        Bundle.open(later).check()
+        for answers, log in ((refreshed, place / f"log-empty-{item}"), (again, log_dir)):
+            with Recommender.load(later, log_dir=log) as recommender:
+                answers[item] = recommender.recommend([3], END + 9, k=61)[0]
+    assert not list(place.glob(".back-*"))
+    swap = {51: 1051, 1051: 51}
+    for answers in (live, refreshed, again):  # the one export's store says nothing that the other one does not have
+        one, other = (dict(zip(a.items, a.scores, strict=True)) for a in answers.values())
+        assert {swap.get(item, item): score for item, score in one.items()} == pytest.approx(other, abs=1e-4)
+        assert answers[1051].items == live[1051].items and answers[1051].events == live[1051].events
+        assert answers[1051].scores == pytest.approx(live[1051].scores, abs=1e-4)
+    unlike = dict(zip(before.items, before.scores, strict=True))
+    assert unlike[1051] == pytest.approx(unlike[51], abs=1e-4)
+    now = dict(zip(live[1051].items, live[1051].scores, strict=True))
+    assert abs(now[1051] - now[51]) > 0.01  # of equal rows, but one is in the window
+
+
 def test_a_vocabulary_past_its_table_is_refused(place, run):
     from fuxi_torchrec.events import parquet
     from fuxi_torchrec.export.bundle import describe_file, write_manifest

@@ -77,16 +77,25 @@ class NewEvents:
         return NewEvents(nobody, Histories.empty(0, manifest.features), 0, 0, {}, "", nobody, "export")
 
 
+def stored(path: str | Path) -> Content | None:
+    """What the store of a Recommender has; None if the path is none."""
+    return read_store(Path(path)) if (Path(path) / STORE_FILE).exists() else None
+
+
 def read_events(
     path: str | Path,
     bundle: Bundle,
     columns: LogColumns | None = None,
     on_bad_rows: OnBadRows | None = None,
+    content: Content | None = None,
 ) -> NewEvents:
     """Read a file, the files below a directory, those of a glob, or the store of a Recommender, by the rules of the log
     that the export was made from.
 
     The export's files that this needs are checked first.
+
+    Args:
+        content: of the store, see :func:`stored`; None if it is none.
     """
     manifest, values = bundle.manifest, feature_values(bundle)
     log = manifest.log.with_columns(**vars(columns or LogColumns()))
@@ -96,8 +105,7 @@ def read_events(
     forgotten = pa.array([], ID_TYPES[manifest.user_id_type])
     since: Since = "unknown"
     with Database(in_memory=True) as database:
-        if (Path(path) / STORE_FILE).exists():
-            content = read_store(Path(path))
+        if content is not None:
             since = "export" if content.about == about_of(manifest) else "before"
             table, forgotten = _stored_events(content, str(path), manifest, values)
             database.load(_OWN, table)

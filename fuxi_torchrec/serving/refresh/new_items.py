@@ -5,9 +5,11 @@ Users, states and everything else are the same files: an item that nobody has ha
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -37,7 +39,8 @@ from fuxi_torchrec.export.bundle import (
 from fuxi_torchrec.export.parts import part_name, part_number
 from fuxi_torchrec.serving.catalogue import UNKNOWN, ItemIds
 from fuxi_torchrec.serving.feature_rows import read_file
-from fuxi_torchrec.serving.new_items import AddedItems, ItemComposer
+from fuxi_torchrec.serving.new_items import AddedItems, ItemComposer, latest
+from fuxi_torchrec.serving.store import Content
 
 INT8_INDEX = "index-int8.faiss"
 
@@ -53,15 +56,39 @@ def add_items(export: str | Path, items: str | Path, output: str | Path) -> Adde
         output: must not exist.
     """
     bundle = Bundle.open(export)
-    tables = bundle.tables()
-    composer = ItemComposer(bundle, tables)
-    raw = read_file(bundle, items, "item")
-    there = ItemIds.read(bundle)
-    new = np.flatnonzero(there.find(raw.ids) <= UNKNOWN)
+    composer = ItemComposer(bundle, bundle.tables())
+    return _write(composer, bundle, read_file(bundle, items, "item"), output)
+
+
+@contextmanager
+def with_stored_items(bundle: Bundle, content: Content | None, output: Path) -> Iterator[tuple[Bundle, int]]:
+    """The export with the items that were added to a Recommender's store, and how many these are.
+
+    It is there as long as a refresh reads it: events of added items are encoded as the Recommender encoded them.
+
+    Args:
+        content: of the store; None if there is none.
+        output: of the refresh; the export is made beside it.
+    """
+    stored = () if content is None else latest(content.items, bundle.manifest.item_file.id_column).values()
+    if not stored:
+        yield bundle, 0
+        return
+    composer = ItemComposer(bundle, bundle.tables())
+    raw = composer.read([row.event().features or {} for row in stored])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=f".{output.name}.items-", dir=output.parent) as place:
+        path = Path(place) / "export"
+        done = _write(composer, bundle, raw, path)
+        yield Bundle.open(path), done.added
+
+
+def _write(composer: ItemComposer, bundle: Bundle, raw: RawFeatures, output: str | Path) -> AddedItems:
+    new = np.flatnonzero(ItemIds.read(bundle).find(raw.ids) <= UNKNOWN)
     rows, unknown = composer.rows(raw)
     try:
         with NewDirectory(output) as place:
-            _Writer(bundle, place, tables, raw, new).write(rows[torch.from_numpy(new)])
+            _Writer(bundle, place, bundle.tables(), raw, new).write(rows[torch.from_numpy(new)])
     except (OSError, SafetensorError) as error:  # a full disk, most likely
         raise ExportError(f"{output}: cannot be written: {error}") from None
     return AddedItems(len(new), 0, len(raw.ids) - len(new), unknown)

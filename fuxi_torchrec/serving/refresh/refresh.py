@@ -8,6 +8,7 @@ Rules, also in the manifest:
 * The same events applied again, whatever files they are in, are recognised and left out.
 * Users to forget are left out, and what they did until now stays out of later refreshes too.
 * Touched users are queried at the new ``as_of``; the others keep their vectors, unless all are queried again.
+* Items that were added to a store are in the new export, and its events of them are of these.
 * Users that a file of features has get its features in place of theirs, whole; all users are queried again then.
 """
 
@@ -22,7 +23,8 @@ from fuxi_torchrec.events.log import OnBadRows
 from fuxi_torchrec.events.times import check_time, show_time
 from fuxi_torchrec.export.bundle import MANIFEST, Bundle, ExportError
 from fuxi_torchrec.serving.feature_rows import FeatureRows, UserRows, read_file
-from fuxi_torchrec.serving.refresh.new_events import LogColumns, NewEvents, read_events
+from fuxi_torchrec.serving.refresh.new_events import LogColumns, NewEvents, read_events, stored
+from fuxi_torchrec.serving.refresh.new_items import with_stored_items
 from fuxi_torchrec.serving.refresh.run import Progress, RefreshRun
 from fuxi_torchrec.serving.refresh.summary import Summary
 
@@ -53,36 +55,39 @@ def refresh(
         columns: names of the log's columns where they are others.
         on_bad_rows: as when the dataset was prepared by default.
     """
-    bundle, output = Bundle.open(export), Path(output)
-    began = time.perf_counter()
-    manifest = bundle.manifest
-    new = NewEvents.none(manifest) if events is None else read_events(events, bundle, columns, on_bad_rows)
-    unit, latest = manifest.time_unit, max(manifest.as_of, int(new.histories.times.max(initial=0)))
-    if as_of is None:
-        as_of = latest
-    check_time(as_of, manifest.as_of, unit, "as_of")
-    if as_of < latest:
-        raise ExportError(
-            f"as_of {as_of} ({show_time(as_of, unit)}) is before {latest} ({show_time(latest, unit)}), the latest of "
-            "the export's own as_of and the new events: a user is not queried before a known event. Give a later "
-            "time, or none"
-        )
-    wanted = [manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
-    summary = Summary(str(output), as_of, len(new), bad_rows=new.bad_rows)
-    rows = None if users is None else _changed(bundle, users, summary)
-    if rows is not None:
-        wanted += [hashlib.sha256(rows.table.numpy().tobytes() + str(rows.ids.to_pylist()).encode()).hexdigest()]
-    summary.unknown_items, summary.rare_items = new.unknown_items, new.rare_items
-    request = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
-    if _done_already(output, request):
-        summary.already_done = True
+    bundle, output, began = Bundle.open(export), Path(output), time.perf_counter()
+    content = None if events is None else stored(events)
+    with with_stored_items(bundle, content, output) as (whole, added):
+        manifest = whole.manifest
+        new = NewEvents.none(manifest) if events is None else read_events(events, whole, columns, on_bad_rows, content)
+        unit, latest = manifest.time_unit, max(manifest.as_of, int(new.histories.times.max(initial=0)))
+        if as_of is None:
+            as_of = latest
+        check_time(as_of, manifest.as_of, unit, "as_of")
+        if as_of < latest:
+            raise ExportError(
+                f"as_of {as_of} ({show_time(as_of, unit)}) is before {latest} ({show_time(latest, unit)}), the latest "
+                "of the export's own as_of and the new events: a user is not queried before a known event. Give a "
+                "later time, or none"
+            )
+        wanted = [bundle.manifest.to_json(), new.digest, as_of, requery_all, sorted(map(str, forget))]
+        if content is not None and added:
+            wanted += [[row.features for row in content.items]]
+        summary = Summary(str(output), as_of, len(new), bad_rows=new.bad_rows, added_items=added)
+        rows = None if users is None else _changed(whole, users, summary)
+        if rows is not None:
+            wanted += [hashlib.sha256(rows.table.numpy().tobytes() + str(rows.ids.to_pylist()).encode()).hexdigest()]
+        summary.unknown_items, summary.rare_items = new.unknown_items, new.rare_items
+        request = hashlib.sha256(json.dumps(wanted).encode()).hexdigest()
+        if _done_already(output, request):
+            summary.already_done = True
+            return summary
+        with NewDirectory(output) as place:
+            summary.seconds["reading"] = time.perf_counter() - began
+            show = progress or (lambda *_: None)
+            requery_all = requery_all or rows is not None
+            RefreshRun(whole, new, place, as_of, requery_all, forget, summary, show, rows).run(request)
         return summary
-    with NewDirectory(output) as place:
-        summary.seconds["reading"] = time.perf_counter() - began
-        show = progress or (lambda *_: None)
-        requery_all = requery_all or rows is not None
-        RefreshRun(bundle, new, place, as_of, requery_all, forget, summary, show, rows).run(request)
-    return summary
 
 
 def _changed(bundle: Bundle, users: str | Path, summary: Summary) -> UserRows:

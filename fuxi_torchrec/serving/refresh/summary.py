@@ -17,6 +17,7 @@ class Summary:
     already_done: bool = False
     late_events: int = 0
     covered_events: int = 0
+    added_items: int = 0
     unknown_items: int = 0
     rare_items: int = 0
     bad_rows: dict[str, int] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Summary:
         for count, what in (
             (self.late_events, "late events left out"),
             (self.covered_events, "events at their user's last time left out, which the export has"),
+            (self.added_items, "items that were added to the store"),
             (self.unknown_items, "events of items that the model does not know"),
             (self.rare_items, "events of rare items left out"),
             (sum(self.bad_rows.values()), "bad rows left out"),
