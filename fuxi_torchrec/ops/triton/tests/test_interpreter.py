@@ -1,5 +1,8 @@
 """The kernels in Triton's interpreter against the parallel definition in float64, and against goldens."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -104,6 +107,38 @@ def test_bfloat16_rows_give_what_their_float32_copies_give():
     torch.testing.assert_close(found[0].float(), wanted[0], rtol=1e-2, atol=1e-2)
     for one, other in zip(found[-3:], wanted[-3:], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_under_autocast_states_stay_precise_and_gradients_are_as_good_as_torchs():
+    """In a process of its own: without the variable, bf16 products kill it on CPUs that promise more than they have."""
+    code = """
+import torch
+from fuxi_torchrec.encoders.tests.batches import make_batch, make_encoder
+from fuxi_torchrec.ops import backends
+encoder, batch = make_encoder(torch.float32), make_batch([20, 3], dtype=torch.float32, start=1_700_000_000)
+def run():
+    encoder.zero_grad()
+    x = batch.x.clone().requires_grad_()
+    y = encoder(x, *batch.inputs[1:])
+    y.float().square().mean().backward()
+    return [y.detach().float(), x.grad, *(p.grad.clone() for p in encoder.parameters())]
+with backends.use("torch"):
+    exact = run()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        usual = run()
+with backends.use("triton"), torch.autocast("cpu", dtype=torch.bfloat16):
+    found = run()
+    state = encoder.append(encoder.init_state(2), batch.x, batch.offsets, batch.timestamps)
+    state = encoder.append(state, batch.x[:2], torch.arange(3), batch.request)
+    assert torch.isfinite(encoder.query(state, batch.request + 60)).all()
+assert {x.dtype for block in state.memory for x in block.values()} == {torch.float32, torch.float64}
+for number, wanted in enumerate(exact):
+    error, usually = (float((x[number] - wanted).norm() / wanted.norm().clamp(min=1e-6)) for x in (found, usual))
+    assert error < max(0.05, 2 * usually), (number, error, usually)
+"""
+    environment = {"ONEDNN_MAX_CPU_ISA": "AVX2", "TRITON_INTERPRET": "1", "PATH": ""}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def block_arguments(case, block):
