@@ -70,7 +70,7 @@ def failing(mistake: Mistake | None) -> str:
         done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=1800)
     if done.returncode == 0:
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) \S*/(\S+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    found = re.search(r"^(?:FAILED|ERROR) \S*/(.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode != 1 or found is None:
         raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     return found[1]
