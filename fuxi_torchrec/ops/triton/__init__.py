@@ -8,10 +8,13 @@ CPU tensors: that is how they are tested without a GPU.
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 VERIFIED = "3.7.1"  # what torch 2.13's CUDA build pins
 LEAST_CAPABILITY = (8, 0)
@@ -34,7 +37,13 @@ class Found(NamedTuple):
     interpreted: bool = False
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _constant(function: Function) -> Function:
+    """``torch.compiler.assume_constant_result``, which imports the compiler, and with it numpy."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant
 def load() -> Found:
     """Look for Triton and make the operators known to torch, once."""
     return _load()
@@ -59,7 +68,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def unfit(device: torch.device) -> str:
     """Why the kernels do not run on a CUDA device; empty if they do.
 
