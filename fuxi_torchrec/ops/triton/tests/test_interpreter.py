@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,19 @@ def test_append_and_query_equal_the_forward_pass(preset):
     assert not found[1].any()
     for one, other in zip(more._tensors(), again._tensors(), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_stands_in_the_row_of_a_user_without_events_does_not_matter():
+    encoder, batch = make_encoder(), make_batch([1, 1])
+    empty = encoder.init_state(2)
+    with backends.use("triton"):
+        wanted, found = (
+            encoder.append(state, batch.x, batch.offsets, batch.timestamps)
+            for state in (empty, replace(empty, pending=torch.ones_like(empty.pending)))
+        )
+    for one, other in zip(found._tensors(), wanted._tensors(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("interpreted")
