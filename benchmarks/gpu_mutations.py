@@ -96,11 +96,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{mistake.what}: {found or 'NOT FOUND'}", flush=True)
         rows.append([mistake.what, mistake.file, found or LOST])
         passed += [] if found else [mistake.what]
-    if options.write:
-        every = _with_earlier(rows)
-        harness.publish("gpu_mutations", "GPU kernels: mistakes", _page(every), {"mistakes": every})
+        if options.write:
+            write(rows)
     print(f"{len(rows)} mistakes, {len(passed)} not found")
     return int(bool(passed))
+
+
+def write(rows: Sequence[Sequence[str]]) -> None:
+    """The table into RESULTS.md."""
+    every = _with_earlier(rows)
+    harness.publish("gpu_mutations", "GPU kernels: mistakes", _page(every), {"mistakes": every})
 
 
 def _with_earlier(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
@@ -114,9 +119,9 @@ def _with_earlier(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
 def _page(rows: Sequence[Sequence[str]]) -> str:
     passed = sum(row[2] == LOST for row in rows)
     return (
-        f"`python -m benchmarks.gpu_mutations --write`: {len(rows)} mistakes, one at a time, in a copy of the sources; "
-        f"{len(rows) - passed} are found by the tests of `make test-gpu-offline`, in Triton's interpreter and on the "
-        "pretend device. The test is the first that fails, those of the likeliest file first.\n\n"
+        f"`python -m benchmarks.gpu_mutations --write`: {len(rows)} of {len(MISTAKES)} mistakes, one at a time, in a "
+        f"copy of the sources; {len(rows) - passed} are found by the tests of `make test-gpu-offline`, in Triton's "
+        "interpreter and on the pretend device. The test is the first that fails, the likeliest file first.\n\n"
         f"{harness.table(['mistake', 'in', 'found by'], rows)}"
     )
 
